@@ -1,0 +1,32 @@
+"""Names that users type, in one place, and the error that bad input becomes."""
+
+from collections.abc import Iterable
+
+CP_COMM_TYPES: tuple[str, ...] = ("splitkv",)
+PLAN_STRATEGIES: tuple[str, ...] = ("none", "zigzag", "lpt", "balanced")
+KERNELS: tuple[str, ...] = ("auto", "naive", "cpu")
+
+
+class ConfigError(ValueError):
+    """Bad input from a user: one line that says what was wrong, the limit, and how to mend it.
+
+    Entry points print the line and leave with exit code 2; it is raised on every rank alike and
+    before any collective, so that no rank waits for another.
+    """
+
+
+def require_choice(option: str, value: str, choices: Iterable[str]) -> str:
+    """Return `value` if it is one of `choices`.
+
+    Args:
+        option: the option as the user types it, e.g. ``--cp-comm-type``.
+        value: what the user typed.
+        choices: the allowed values.
+
+    Raises:
+        ConfigError: naming the option, the value and all choices.
+    """
+    allowed = tuple(choices)
+    if value not in allowed:
+        raise ConfigError(f"{option} {value!r} is not known; choose one of: {', '.join(allowed)}")
+    return value
