@@ -1,0 +1,172 @@
+"""The one function of context-parallel attention: strategies and kernels by name."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_splitkv.attention.strategies import splitkv_attention
+from megatron_splitkv.comm import group_rank, group_size
+from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
+from megatron_splitkv.plan import ContextPlan
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: ContextPlan,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    strategy: str = "splitkv",
+    kernel: str = "auto",
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of draft blocks to their context and to themselves, over a context-parallel group.
+
+    Block i sees the context of its document strictly before its anchor, wherever the plan has put
+    it, and all rows of its own block. Differentiable in q, k and v. Grouped and single key heads
+    are read as they are, never repeated.
+
+    Args:
+        q: query rows of this rank's own blocks, `plan.blocks(rank)`, ascending.
+        k: keys of this rank's context rows, `plan.rows(rank)`, then those of its own blocks' rows.
+        v: values in the order of `k`.
+        plan: the plan of the micro-batch, equal on all ranks.
+        cp_group: the context-parallel group; None for one process.
+        strategy: what travels between ranks, one of `config.CP_COMM_TYPES`.
+        kernel: the local attention kernel, one of `config.KERNELS`.
+        softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
+        window: reserved for sliding-window layers; must be None.
+
+    Returns:
+        Output for this rank's query rows, like `q`; 0, with gradient 0, for padding blocks.
+
+    Shape:
+        q ``[len(plan.blocks(rank)) * B, n_q, d]``,
+        k and v ``[len(plan.rows(rank)) + len(plan.blocks(rank)) * B, n_kv, d]`` -> like q.
+
+    Raises:
+        ConfigError: an unknown name, or tensors that do not fit the plan.
+    """
+    require_choice("context-parallel strategy", strategy, CP_COMM_TYPES)
+    if window is not None:
+        raise ConfigError(f"window {window}: sliding windows are not supported; pass window=None")
+    num_context_rows = k.shape[0] - q.shape[0]
+    if num_context_rows < 0:
+        raise ConfigError(
+            f"k has {k.shape[0]} rows, fewer than the {q.shape[0]} query rows; "
+            "it holds the context rows, then one row per query row"
+        )
+    if k.shape != v.shape:
+        raise ConfigError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they must be alike")
+    # One backward node that joins both gradients, where two slices would pad and add them.
+    context_k, own_k = k.split([num_context_rows, q.shape[0]])
+    context_v, own_v = v.split([num_context_rows, q.shape[0]])
+    return split_context_parallel_attention(
+        q,
+        context_k,
+        context_v,
+        own_k,
+        own_v,
+        plan,
+        cp_group,
+        kernel=kernel,
+        softmax_scale=softmax_scale,
+    )
+
+
+def split_context_parallel_attention(
+    q: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    plan: ContextPlan,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    kernel: str = "auto",
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """`context_parallel_attention` for context and own-block keys in tensors of their own.
+
+    For models that project them apart: joining them would copy the context.
+
+    Args:
+        q: query rows of this rank's own blocks.
+        context_k: keys of this rank's context rows.
+        context_v: their values.
+        own_k: keys of this rank's own blocks' rows.
+        own_v: their values.
+        plan: the plan of the micro-batch, equal on all ranks.
+        cp_group: the context-parallel group; None for one process.
+        kernel: the local attention kernel, one of `config.KERNELS`.
+        softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
+
+    Shape:
+        q ``[Q_p, n_q, d]``, context ``[S_p, n_kv, d]``, own ``[Q_p, n_kv, d]`` -> like q.
+
+    Raises:
+        ConfigError: an unknown kernel, or tensors that do not fit the plan.
+    """
+    require_choice("attention kernel", kernel, KERNELS)
+    _check_plan(plan, cp_group)
+    _check_shapes(q, context_k, context_v, own_k, own_v, plan, group_rank(cp_group))
+    return splitkv_attention(
+        q,
+        context_k,
+        context_v,
+        own_k,
+        own_v,
+        plan,
+        cp_group,
+        kernel=kernel,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+    )
+
+
+def _check_plan(plan: ContextPlan, cp_group: dist.ProcessGroup | None) -> None:
+    size = group_size(cp_group)
+    if plan.cp_size != size:
+        raise ConfigError(
+            f"the plan is for {plan.cp_size} context-parallel ranks, the group has {size}; "
+            "build it with the group's size"
+        )
+
+
+def _check_shapes(
+    q: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    plan: ContextPlan,
+    rank: int,
+) -> None:
+    query_rows = plan.layout.num_blocks // plan.cp_size * plan.layout.block_size
+    rows = {
+        "q": (q, query_rows),
+        "context k": (context_k, plan.num_rows(rank)),
+        "context v": (context_v, plan.num_rows(rank)),
+        "own-block k": (own_k, query_rows),
+        "own-block v": (own_v, query_rows),
+    }
+    for name, (tensor, expected) in rows.items():
+        if tensor.ndim != 3:
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; give [rows, heads, width]")
+        if tensor.shape[0] != expected:
+            raise ConfigError(
+                f"{name} has {tensor.shape[0]} rows, the plan gives rank {rank} {expected}"
+            )
+        if tensor.dtype != q.dtype:
+            raise ConfigError(f"{name} is {tensor.dtype} and q {q.dtype}; give one dtype")
+    keys = [context_k, context_v, own_k, own_v]
+    if any(tensor.shape[1:] != context_k.shape[1:] for tensor in keys):
+        raise ConfigError(
+            f"keys and values differ in heads or width: {[tuple(t.shape[1:]) for t in keys]}"
+        )
+    num_heads, num_key_heads = q.shape[1], context_k.shape[1]
+    if q.shape[2] != context_k.shape[2] or num_key_heads == 0 or num_heads % num_key_heads:
+        raise ConfigError(
+            f"{num_heads} query heads of width {q.shape[2]} do not group over {num_key_heads} key "
+            f"heads of width {context_k.shape[2]}; widths must be equal and heads divide"
+        )

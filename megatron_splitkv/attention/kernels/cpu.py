@@ -1,0 +1,95 @@
+"""Partial attention on torch's CPU flash attention: dense tiles, masked leaves, no score matrix.
+
+The aten operation takes the log-sum-exp and output of the whole softmax in its backward and reads
+grouped key heads without repeating them. Its traps are kept here: it dies on empty inputs (no tile
+is empty); it reports lse 0 for rows that see nothing; and in bf16 and fp16 it adds dk and dv of
+grouped heads in that dtype and is many times slower backward on most CPUs, so that those tiles, and
+only they, one at a time, are computed in fp32.
+"""
+
+import torch
+
+from megatron_splitkv.attention.kernels.cpu_tiles import tiles_of
+from megatron_splitkv.attention.merge import accumulator_dtype
+from megatron_splitkv.plan import LeafLimits, Staircase
+
+LEAF_LIMITS = LeafLimits()
+
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    staircase: Staircase,
+    block_size: int,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernel.forward`."""
+    q, k, v = _head_rows(q), _head_rows(k), _head_rows(v)
+    dtype = accumulator_dtype(q.dtype)
+    out = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+    for tile in tiles_of(staircase, block_size):
+        tile_k = tile.keys(k).to(dtype)
+        tile_out, tile_lse = _flash_forward(
+            tile.queries(q).to(dtype),
+            tile_k,
+            tile.keys(v).to(dtype),
+            attn_mask=_additive_mask(tile.visible, tile_k),
+            scale=softmax_scale,
+        )
+        if tile.visible is not None:
+            tile_lse = tile_lse.masked_fill((tile.visible == 0)[:, None], -torch.inf)
+        tile.merge_out(out, lse, tile_out, tile_lse)
+    return out, lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out_carrier: torch.Tensor,
+    lse: torch.Tensor,
+    staircase: Staircase,
+    block_size: int,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `Kernel.backward`."""
+    grad_out, q, k, v, out_carrier = map(_head_rows, (grad_out, q, k, v, out_carrier))
+    dtype = accumulator_dtype(q.dtype)
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    for tile in tiles_of(staircase, block_size):
+        tile_k = tile.keys(k).to(dtype)
+        tile_grad_q, tile_grad_k, tile_grad_v = _flash_backward(
+            tile.queries(grad_out).to(dtype),
+            tile.queries(q).to(dtype),
+            tile_k,
+            tile.keys(v).to(dtype),
+            tile.queries(out_carrier).to(dtype),
+            tile.queries(lse.unsqueeze(-1)).squeeze(-1),
+            0.0,  # dropout
+            False,  # causal
+            attn_mask=_additive_mask(tile.visible, tile_k),
+            scale=softmax_scale,
+        )
+        tile.add_to_queries(grad_q, tile_grad_q)
+        tile.add_to_keys(grad_k, tile_grad_k)
+        tile.add_to_keys(grad_v, tile_grad_v)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _head_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` with adjacent elements along the head width, which the operation takes for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _additive_mask(visible: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor | None:
+    """``[T, m]`` visible keys -> additive mask ``[T, 1, m, n]`` in the dtype of the keys."""
+    if visible is None:
+        return None
+    hidden = torch.arange(keys.shape[2]) >= visible[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,236 @@
+"""How the CPU kernel walks a staircase: large rectangles as views, small ones in batches.
+
+One call of torch's CPU attention has a price, and merging its result has a larger one; for packs of
+short documents they exceed the arithmetic. So rectangles of similar shape within a level (or among
+the leaves) are gathered into one batch, padded to the largest of them and masked.
+
+Shape legend: T tiles of a batch, m query rows and n keys of the largest, h heads, d head width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_splitkv.attention.merge import merge_
+from megatron_splitkv.plan import Rectangles, Staircase
+
+# Query-key pairs from which a rectangle is worth a call of its own.
+VIEW_PAIRS = 128 * 1024
+# Bound on T * m * n: the mask of a batch is that many numbers.
+_BATCH_PAIRS = 4 * 1024 * 1024
+
+
+class Tile(Protocol):
+    """One call's share of the staircase: disjoint query rows, each with its keys."""
+
+    @property
+    def visible(self) -> torch.Tensor | None:
+        """Keys that each row sees, counted from its tile's first, int64 ``[T, m]``; None: all."""
+        ...
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """``[Q, h, d]`` -> ``[T, h, m, d]``."""
+        ...
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """``[K, h, d]`` -> ``[T, h, n, d]``."""
+        ...
+
+    def merge_out(
+        self, out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor
+    ) -> None:
+        """Merge ``[T, h, m, d]`` and ``[T, h, m]`` into ``[Q, h, d]`` and ``[Q, h]``."""
+        ...
+
+    def add_to_queries(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add ``[T, h, m, d]`` to ``[Q, h, d]``."""
+        ...
+
+    def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add ``[T, h, n, d]`` to ``[K, h, d]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class ViewTile:
+    """One large rectangle, read and written in place."""
+
+    q: slice
+    k: slice
+    visible: torch.Tensor | None
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.q].transpose(0, 1)[None]
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.k].transpose(0, 1)[None]
+
+    def merge_out(
+        self, out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor
+    ) -> None:
+        merge_(out[self.q], lse[self.q], tile_out[0].transpose(0, 1), tile_lse[0].transpose(0, 1))
+
+    def add_to_queries(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        total[self.q] += x[0].transpose(0, 1)
+
+    def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        total[self.k] += x[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Ranges of rows as the rows of one padded batch.
+
+    Padding repeats the first row of its range: a row that takes part anyway, so it holds no NaN
+    that the real result would not have.
+
+    Args:
+        index: rows to read.
+        real: positions within `index` that are not padding; None if none is padding.
+        num_tiles: T.
+
+    Shape:
+        index int64[T * length]; real int64[sum of range lengths].
+    """
+
+    index: torch.Tensor
+    real: torch.Tensor | None
+    num_tiles: int
+
+    @classmethod
+    def of(cls, start: NDArray[np.int64], lengths: NDArray[np.int64]) -> "PackedRows":
+        offset = np.arange(lengths.max())
+        is_real = offset < lengths[:, None]
+        index = start[:, None] + np.where(is_real, offset, 0)
+        return cls(
+            index=torch.from_numpy(index.ravel()),
+            real=None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real)),
+            num_tiles=start.size,
+        )
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, h, d]`` -> ``[T, h, length, d]``."""
+        return x.index_select(0, self.index).unflatten(0, (self.num_tiles, -1)).transpose(1, 2)
+
+    def real_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, h, length, ...]`` -> indices of the rows that are not padding, and those rows."""
+        rows = x.transpose(1, 2).flatten(0, 1)
+        if self.real is None:
+            return self.index, rows
+        return self.index.index_select(0, self.real), rows.index_select(0, self.real)
+
+
+@dataclass(frozen=True)
+class BatchTile:
+    """Small rectangles of similar shape, gathered, computed together and scattered."""
+
+    q: PackedRows
+    k: PackedRows
+    visible: torch.Tensor | None
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q.gather(x)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        return self.k.gather(x)
+
+    def merge_out(
+        self, out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor
+    ) -> None:
+        index, other_out = self.q.real_rows(tile_out)
+        _, other_lse = self.q.real_rows(tile_lse)
+        rows_out, rows_lse = out.index_select(0, index), lse.index_select(0, index)
+        merge_(rows_out, rows_lse, other_out, other_lse)
+        out.index_copy_(0, index, rows_out)
+        lse.index_copy_(0, index, rows_lse)
+
+    def add_to_queries(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        index, rows = self.q.real_rows(x)
+        total.index_add_(0, index, rows.to(total.dtype))
+
+    def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        index, rows = self.k.real_rows(x)
+        total.index_add_(0, index, rows.to(total.dtype))
+
+
+# Every layer and both directions walk the same staircase; it is laid out once.
+_TILES: WeakKeyDictionary[Staircase, list[Tile]] = WeakKeyDictionary()
+
+
+def tiles_of(staircase: Staircase, block_size: int) -> list[Tile]:
+    """All tiles of a staircase; each visible (row, key) pair is in exactly one.
+
+    Args:
+        staircase: what the blocks see.
+        block_size: B.
+    """
+    if staircase not in _TILES:
+        tiles: list[Tile] = []
+        for level in staircase.levels:
+            tiles += _lay_out(level, None, block_size)
+        tiles += _lay_out(staircase.leaves, staircase.key_end, block_size)
+        _TILES[staircase] = tiles
+    return _TILES[staircase]
+
+
+def _lay_out(
+    rectangles: Rectangles, key_end: NDArray[np.int64] | None, block_size: int
+) -> Iterator[Tile]:
+    """Tiles of one level, or of the leaves if `key_end` tells where each block's keys end."""
+    blocks = rectangles.q_end - rectangles.q_start
+    keys = rectangles.k_end - rectangles.k_start
+    large = blocks * keys * block_size >= VIEW_PAIRS
+    for i in np.flatnonzero(large):
+        yield ViewTile(
+            slice(rectangles.q_start[i] * block_size, rectangles.q_end[i] * block_size),
+            slice(rectangles.k_start[i], rectangles.k_end[i]),
+            _visible(rectangles, np.array([i]), key_end, block_size),
+        )
+    for group in _similar_shapes(blocks, keys, np.flatnonzero(~large & (blocks * keys > 0))):
+        area = int(blocks[group].max() * keys[group].max()) * block_size
+        for part in np.array_split(group, -(-group.size * area // _BATCH_PAIRS)):
+            yield BatchTile(
+                PackedRows.of(rectangles.q_start[part] * block_size, blocks[part] * block_size),
+                PackedRows.of(rectangles.k_start[part], keys[part]),
+                _visible(rectangles, part, key_end, block_size),
+            )
+
+
+def _similar_shapes(
+    blocks: NDArray[np.int64], keys: NDArray[np.int64], chosen: NDArray[np.int64]
+) -> Iterator[NDArray[np.int64]]:
+    """Split the chosen rectangles into groups whose sides differ by less than a quarter octave."""
+    if chosen.size == 0:
+        return
+    sides = np.stack([blocks[chosen], keys[chosen]])
+    shape = np.floor(4 * np.log2(sides)).astype(np.int64)
+    _, group = np.unique(shape, axis=1, return_inverse=True)
+    for g in range(group.max() + 1):
+        yield chosen[group.ravel() == g]
+
+
+def _visible(
+    rectangles: Rectangles,
+    chosen: NDArray[np.int64],
+    key_end: NDArray[np.int64] | None,
+    block_size: int,
+) -> torch.Tensor | None:
+    """Visible keys of each row of the padded batch of the chosen rectangles; None if all are."""
+    blocks = (rectangles.q_end - rectangles.q_start)[chosen]
+    keys = (rectangles.k_end - rectangles.k_start)[chosen]
+    offset = np.arange(blocks.max())
+    is_real = offset < blocks[:, None]
+    if key_end is None:
+        visible = np.where(is_real, keys[:, None], 0)
+    else:
+        block = rectangles.q_start[chosen, None] + np.where(is_real, offset, 0)
+        within = np.clip(key_end[block] - rectangles.k_start[chosen, None], 0, keys[:, None])
+        visible = np.where(is_real, within, 0)
+    if (visible == keys.max()).all():
+        return None
+    return torch.from_numpy(visible.repeat(block_size, axis=1))

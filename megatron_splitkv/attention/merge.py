@@ -1,0 +1,89 @@
+"""Algebra of partial attention: merge by log-sum-exp, weights, delta and its carrier.
+
+Partial attention over a set of keys is a pair (out, lse): the softmax-weighted values and the
+natural logarithm of the softmax denominator. A row that sees none of the keys has out 0 and lse
+-inf, and nothing here turns that into NaN.
+
+Shape legend: R rows, h heads, d head width; out ``[R, h, d]``, lse ``[R, h]``.
+"""
+
+import torch
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which partial results add up: fp64 for fp64, fp32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def finite_or_zero(lse: torch.Tensor) -> torch.Tensor:
+    """`lse` with 0 in place of -inf, to subtract from scores or partial lse that are -inf too.
+
+    exp(-inf - 0) is the 0 that is wanted, where exp(-inf - (-inf)) is NaN.
+    """
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def softmax_weight(partial_lse: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Share exp(partial_lse - lse) of a partial softmax in the whole; 0 where it saw nothing.
+
+    Args:
+        partial_lse: lse over some keys.
+        lse: lse over all keys, at least `partial_lse`.
+    """
+    return torch.exp(partial_lse - finite_or_zero(lse))
+
+
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """Merge a second partial result over other keys into `out` and `lse`, in place.
+
+    Args:
+        out: partial output in the accumulator dtype, may be a view.
+        lse: its log-sum-exp.
+        other_out: the second partial output, any dtype.
+        other_lse: its log-sum-exp.
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    out.mul_(softmax_weight(lse, merged).unsqueeze(-1))
+    out.addcmul_(other_out.to(out.dtype), softmax_weight(other_lse, merged).unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """delta = sum over the head width of dO * O, in the accumulator dtype.
+
+    The softmax backward needs it for the whole output, not for a rank's part of it.
+
+    Shape:
+        ``[R, h, d]``, ``[R, h, d]`` -> ``[R, h]``.
+    """
+    dtype = accumulator_dtype(grad_out.dtype)
+    return (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1)
+
+
+def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """An output O' with rowsum(dO * O') = delta, for kernels that compute delta themselves.
+
+    O' = dO * delta / |dO|^2 per row and head, 0 where dO = 0. The shortest such vector, so it is no
+    longer than the true output. dO is divided by its 1-norm before it is squared: |dO|^2 leaves
+    fp32's range long before dO does.
+
+    Args:
+        grad_out: dO.
+        delta: rowsum(dO * O) in the accumulator dtype.
+
+    Returns:
+        O' in the dtype of `grad_out`.
+
+    Shape:
+        ``[R, h, d]``, ``[R, h]`` -> ``[R, h, d]``.
+    """
+    rows = grad_out.to(delta.dtype)
+    length = rows.abs().sum(dim=-1, keepdim=True)  # the maximum would do, but takes far longer
+    length = length.masked_fill(length == 0, 1.0)
+    unit = rows / length
+    # |dO|^2 = length^2 * |unit|^2, and |unit|^2 is between 1 / d and 1, or 0 with dO.
+    square = unit.square().sum(dim=-1, keepdim=True)
+    factor = delta.unsqueeze(-1) / (length * square.masked_fill(square == 0, 1.0))
+    return (unit * factor).to(grad_out.dtype)

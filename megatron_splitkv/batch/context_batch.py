@@ -1,0 +1,149 @@
+"""What one context-parallel rank trains on: its context rows and its draft blocks.
+
+Positions are always those inside the document, computed from global packed positions, so that a
+row keeps its rotary phase wherever the plan puts it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.packing import Pack
+from megatron_splitkv.plan import ContextPlan
+
+
+def get_batch_on_this_cp_rank(
+    pack: Pack,
+    plan: ContextPlan,
+    cp_rank: int,
+    read_features: Callable[[NDArray[np.int64]], torch.Tensor],
+    *,
+    mask_token_id: int,
+) -> dict[str, torch.Tensor]:
+    """This rank's share of a packed micro-batch; only its own context rows are read.
+
+    Rows from `cu_seqlens[-1]` on belong to no document: they are never read, hold zeros at
+    position 0, and no block sees them.
+
+    Args:
+        pack: documents, tokens and supervision of the whole micro-batch.
+        plan: who holds what; made from anchors of this pack.
+        cp_rank: this rank in the context-parallel group.
+        read_features: reads the target's features of half-open global row ranges,
+            int64[k, 2] -> [rows, C * d].
+        mask_token_id: the token of slots 1 to B - 1.
+
+    Returns:
+        CPU tensors, local to the rank, in the order of `plan.rows` and `plan.blocks`:
+
+        - context_features: the target's tapped hidden states.
+        - context_positions: positions of the context rows inside their documents.
+        - block_tokens: the anchor's token in slot 0, the mask token elsewhere (all slots of a
+          padding block).
+        - block_positions: positions of the slots inside their document.
+        - block_labels: the token at the slot's own position (slot k predicts token a + k), 0 where
+          the document has ended and in padding blocks.
+        - block_label_mask: slots that are trained: slot > 0 of a kept block, inside the document
+          and supervised.
+        - block_keep_mask: False for padding blocks.
+
+    Shape:
+        R rows and n = N / P blocks on this rank: context_features [R, C * d]; context_positions
+        int64[R]; block_tokens, block_positions, block_labels int64[n * B]; block_label_mask
+        bool[n * B]; block_keep_mask bool[n].
+
+    Raises:
+        ConfigError: the plan was not made for this pack, or the reader returns other rows than
+            asked for.
+    """
+    features, positions = _context(pack, plan, cp_rank, read_features)
+    return {
+        "context_features": features,
+        "context_positions": positions,
+        **_blocks(pack, plan, cp_rank, mask_token_id),
+    }
+
+
+def _context(
+    pack: Pack,
+    plan: ContextPlan,
+    cp_rank: int,
+    read_features: Callable[[NDArray[np.int64]], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    end = int(pack.cu_seqlens[-1])
+    if end > plan.context_length:
+        raise ConfigError(
+            f"the pack holds {end} tokens, the plan covers {plan.context_length} context rows; "
+            "build the plan with the pack's length"
+        )
+    real = np.minimum(plan.row_ranges(cp_rank), end)
+    real = real[real[:, 0] < real[:, 1]]
+    num_real = int((real[:, 1] - real[:, 0]).sum())
+    features = read_features(real)
+    if features.dim() != 2 or features.shape[0] != num_real:
+        raise ConfigError(
+            f"read_features returned shape {tuple(features.shape)} for {num_real} rows; "
+            "it must return [rows, features]"
+        )
+    rows = plan.rows(cp_rank)
+    document = np.searchsorted(pack.cu_seqlens, rows[:num_real], side="right") - 1
+    positions = np.zeros(rows.size, dtype=np.int64)
+    positions[:num_real] = rows[:num_real] - pack.cu_seqlens[document]
+    if num_real < rows.size:
+        # Zeros, not memory as it comes: 0 * NaN would reach the projection's weight gradient.
+        features = torch.nn.functional.pad(features, (0, 0, 0, rows.size - num_real))
+    return features, torch.from_numpy(positions)
+
+
+def _blocks(
+    pack: Pack, plan: ContextPlan, cp_rank: int, mask_token_id: int
+) -> dict[str, torch.Tensor]:
+    blocks = plan.blocks(cp_rank)
+    anchors = plan.layout.anchor_positions[blocks, None]
+    starts = plan.layout.document_starts[blocks, None]
+    keep = plan.layout.block_keep_mask[blocks, None]
+    ends = _document_ends(pack, anchors, starts, keep)
+
+    slots = np.arange(plan.layout.block_size)
+    positions = anchors + slots
+    exists = keep & (positions < ends)
+    at = np.where(exists, positions, 0)
+    labels = np.where(exists, _take(pack.token_ids, at), 0)
+    label_mask = exists & (slots > 0) & _take(pack.loss_mask, at)
+    tokens = np.where(keep & (slots == 0), labels, mask_token_id)
+    return {
+        "block_tokens": torch.from_numpy(tokens.ravel()),
+        "block_positions": torch.from_numpy((positions - starts).ravel()),
+        "block_labels": torch.from_numpy(labels.ravel()),
+        "block_label_mask": torch.from_numpy(label_mask.ravel()),
+        "block_keep_mask": torch.from_numpy(keep.ravel()),
+    }
+
+
+def _document_ends(
+    pack: Pack,
+    anchors: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    keep: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """End of every kept anchor's document, int64[n, 1]; meaningless for padding blocks."""
+    bounds = pack.cu_seqlens
+    following = np.searchsorted(bounds, anchors, side="right")
+    outside = keep & ((following == bounds.size) | (bounds[following - 1] != starts))
+    if outside.any():
+        i = int(outside.argmax())
+        raise ConfigError(
+            f"anchor {anchors[i, 0]} with document start {starts[i, 0]} is in no document of the "
+            f"pack (cu_seqlens end at {bounds[-1]}); the plan belongs to another pack"
+        )
+    return bounds[np.minimum(following, bounds.size - 1)]
+
+
+def _take[Scalar: np.generic](
+    values: NDArray[Scalar], positions: NDArray[np.int64]
+) -> NDArray[Scalar]:
+    """`values[positions]`; zeros if there are no values at all."""
+    return values[positions] if values.size else np.zeros(positions.shape, dtype=values.dtype)

@@ -1,0 +1,41 @@
+"""The console script `splitkv`: one subcommand a room, exit code 2 and one line on bad input."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from megatron_splitkv import __version__
+from megatron_splitkv.config import ConfigError
+
+COMMANDS = ("prepare", "plan", "export", "evaluate")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `splitkv` with every subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="splitkv", description="Train, export and measure long-context speculative drafters."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name in COMMANDS:
+        import_module(f"megatron_splitkv.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: arguments without the program's name; ``sys.argv`` when None.
+
+    Returns:
+        The exit code: 0, or 2 for bad input.
+    """
+    args = build_parser().parse_args(argv)
+    command = import_module(f"megatron_splitkv.cli.{args.command}")
+    try:
+        return command.run(args)
+    except ConfigError as error:
+        print(f"splitkv {args.command}: {error}", file=sys.stderr)
+        return 2

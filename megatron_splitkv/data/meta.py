@@ -1,0 +1,135 @@
+"""What a feature store says about itself: the target, the tapped layers, the dtype."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.shard import FEATURE_DTYPES
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The target model as far as a drafter's training has to know it.
+
+    Args:
+        id: name of the target, for people.
+        checksum: SHA-256 over its weights: two stores belong together only if it is equal.
+        num_layers: decoder layers.
+        hidden_size: d, the width of a tapped layer output.
+        vocab_size: rows of the embedding.
+        mask_token_id: an existing, unused row of the embedding that stands for "to be drafted".
+        eos_token_ids: ids that end a response.
+        pad_token_id: id that fills a batch, if the tokenizer has one.
+    """
+
+    id: str
+    checksum: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """Target, tapped layers and dtype of one store.
+
+    Args:
+        target: the model whose layers were tapped.
+        target_layer_ids: 0-based layer outputs, ascending.
+        dtype: dtype of the features on disk, ``float32`` or ``bfloat16``.
+
+    Raises:
+        ConfigError: a tapped layer that the target does not have, a mask token that is outside
+            the vocabulary or in use, or an unknown dtype.
+    """
+
+    target: TargetInfo
+    target_layer_ids: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_target_layer_ids(self.target_layer_ids, self.target.num_layers)
+        check_mask_token(self.target)
+        if self.dtype not in FEATURE_DTYPES:
+            raise ConfigError(
+                f"feature dtype {self.dtype!r} is not known; choose one of: "
+                f"{', '.join(FEATURE_DTYPES)}"
+            )
+
+    @property
+    def feature_width(self) -> int:
+        """C * d, the numbers in one row of features."""
+        return len(self.target_layer_ids) * self.target.hidden_size
+
+    def to_json(self) -> dict[str, Any]:
+        """The part of index.json that describes the store."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, index: dict[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        target = dict(index["target"])
+        target["eos_token_ids"] = tuple(target["eos_token_ids"])
+        return cls(TargetInfo(**target), tuple(index["target_layer_ids"]), index["dtype"])
+
+
+def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Evenly spread taps from the second layer to the fourth last one.
+
+    Args:
+        num_layers: N, decoder layers of the target.
+        num_taps: C, how many layers to tap.
+
+    Returns:
+        ``round(1 + i (N - 4) / (C - 1))``, or the middle layer for one tap.
+
+    Raises:
+        ConfigError: the target is too shallow for that many different taps.
+    """
+    if num_taps == 1:
+        return (num_layers // 2,)
+    span = num_layers - 4
+    ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+    if span < 0 or len(set(ids)) != num_taps:
+        raise ConfigError(
+            f"{num_taps} taps do not fit between layers 1 and {num_layers - 3} of a target with "
+            f"{num_layers} layers; tap fewer or name them with --target-layer-ids"
+        )
+    return ids
+
+
+def check_target_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> None:
+    """Refuse taps that the target does not have, repeated taps, and taps out of order."""
+    if not target_layer_ids:
+        raise ConfigError("no target layer is tapped; name at least one with --target-layer-ids")
+    for layer_id in target_layer_ids:
+        if not 0 <= layer_id < num_layers:
+            raise ConfigError(
+                f"target layer {layer_id} does not exist: the target has {num_layers} layers, ids "
+                f"are 0-based layer outputs 0..{num_layers - 1}"
+            )
+    if list(target_layer_ids) != sorted(set(target_layer_ids)):
+        raise ConfigError(
+            f"target layer ids {list(target_layer_ids)} must ascend without repetition"
+        )
+
+
+def check_mask_token(target: TargetInfo) -> None:
+    """Refuse a mask token outside the vocabulary or one that already means something."""
+    mask = target.mask_token_id
+    if not 0 <= mask < target.vocab_size:
+        raise ConfigError(
+            f"mask token {mask} is outside the vocabulary of {target.vocab_size}; choose an "
+            "existing, unused id with --mask-token-id"
+        )
+    if mask == target.pad_token_id or mask in target.eos_token_ids:
+        role = "pad" if mask == target.pad_token_id else "end-of-sequence"
+        raise ConfigError(
+            f"mask token {mask} is the {role} token; choose an unused id with --mask-token-id"
+        )

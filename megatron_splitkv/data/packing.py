@@ -1,0 +1,161 @@
+"""Which documents make which micro-batch: a pure function of (seed, item index).
+
+One item of the dataset is one packed micro-batch of several documents. Nothing is remembered
+between items, so a resumed run, or a loader worker that starts in the middle, builds the packs
+that the uninterrupted run would.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.store import FeatureStore
+
+# Long enough that packs fill well, short enough that an epoch stays close to its shuffle.
+_WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents of one micro-batch, laid end to end.
+
+    Shape:
+        document_ids: int64 ``[D]``. cu_seqlens: int64 ``[D + 1]``, offsets of the documents.
+        token_ids: int64 ``[S]``. loss_mask: bool ``[S]``.
+    """
+
+    document_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class PackedEpochs:
+    """Documents packed to a token budget, every document exactly once in each epoch.
+
+    Each epoch shuffles the documents by (seed, epoch), packs them first-fit-decreasing inside
+    windows of the shuffled order, and shuffles the packs. Epochs may differ in their number of
+    packs; item indices run through them without end.
+
+    Args:
+        lengths: int64 ``[num_documents]``, tokens of each document.
+        seq_length: token budget of a pack.
+        seed: seed of the shuffles.
+
+    Raises:
+        ConfigError: no document, or one that is longer than the budget.
+    """
+
+    def __init__(self, lengths: np.ndarray, seq_length: int, seed: int) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.seq_length = seq_length
+        self.seed = seed
+        if self.lengths.size == 0:
+            raise ConfigError("the feature store holds no document: nothing to pack")
+        longest = int(self.lengths.argmax())
+        if self.lengths[longest] > seq_length:
+            raise ConfigError(
+                f"document {longest} has {self.lengths[longest]} tokens, more than --seq-length "
+                f"{seq_length}; raise --seq-length, or prepare the store with a smaller "
+                "--sequence-length"
+            )
+        # Only a memo: the packs of an epoch depend on (seed, epoch) alone.
+        self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
+        self._first_item = [0]
+
+    def pack_documents(self, item_index: int) -> np.ndarray:
+        """Document ids of one item, int64 ``[D]``, in the order of the epoch's shuffle."""
+        while self._first_item[-1] <= item_index:
+            epoch = len(self._first_item) - 1
+            self._first_item.append(self._first_item[-1] + self.num_packs(epoch))
+        epoch = bisect_right(self._first_item, item_index) - 1
+        return self._epoch(epoch)[item_index - self._first_item[epoch]]
+
+    def num_packs(self, epoch: int) -> int:
+        """Items of one epoch."""
+        return len(self._epoch(epoch))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {key: value for key, value in self.__dict__.items() if key != "_epoch"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
+
+    def _pack_epoch(self, epoch: int) -> list[np.ndarray]:
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(self.lengths.size)
+        packs: list[np.ndarray] = []
+        for start in range(0, order.size, _WINDOW):
+            packs += self._pack_window(order[start : start + _WINDOW])
+        return [packs[i] for i in rng.permutation(len(packs))]
+
+    def _pack_window(self, documents: np.ndarray) -> list[np.ndarray]:
+        lengths = self.lengths[documents]
+        room = np.full(documents.size, self.seq_length, dtype=np.int64)
+        pack_of = np.empty(documents.size, dtype=np.int64)
+        for i in np.argsort(-lengths, kind="stable"):
+            pack_of[i] = np.argmax(room >= lengths[i])
+            room[pack_of[i]] -= lengths[i]
+        # Stable: inside a pack the shuffle's order stays, so that no place prefers long documents.
+        by_pack = np.argsort(pack_of, kind="stable")
+        bounds = np.flatnonzero(np.diff(pack_of[by_pack])) + 1
+        return np.split(documents[by_pack], bounds)
+
+
+def read_pack(store: FeatureStore, document_ids: np.ndarray) -> Pack:
+    """Token ids and loss masks of the documents of one pack (no features).
+
+    Args:
+        store: where the documents lie.
+        document_ids: from `PackedEpochs.pack_documents`.
+    """
+    ids = np.asarray(document_ids, dtype=np.int64)
+    return Pack(
+        document_ids=ids,
+        cu_seqlens=np.concatenate([[0], np.cumsum(store.lengths[ids])]).astype(np.int64),
+        token_ids=np.concatenate([store.token_ids(int(document)) for document in ids]),
+        loss_mask=np.concatenate([store.loss_mask(int(document)) for document in ids]),
+    )
+
+
+def feature_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], torch.Tensor]:
+    """A closure that reads features of a pack by ranges of packed positions.
+
+    Args:
+        store: where the documents lie.
+        pack: the pack that gives positions their meaning.
+
+    Returns:
+        ``read_features(row_ranges)``: row_ranges int64 ``[k, 2]`` global packed positions,
+        half-open, ascending -> ``[rows, C * d]`` in the store's dtype. Only those rows are read.
+    """
+
+    def read_features(row_ranges: np.ndarray) -> torch.Tensor:
+        ranges = np.asarray(row_ranges, dtype=np.int64).reshape(-1, 2)
+        rows = int((ranges[:, 1] - ranges[:, 0]).sum())
+        out = torch.empty(rows, store.meta.feature_width, dtype=store.feature_dtype)
+        done = 0
+        for start, stop in ranges.tolist():
+            if not 0 <= start <= stop <= pack.cu_seqlens[-1]:
+                raise IndexError(f"rows {start}..{stop} of a pack with {pack.cu_seqlens[-1]}")
+            while start < stop:
+                slot = int(np.searchsorted(pack.cu_seqlens, start, side="right")) - 1
+                origin = int(pack.cu_seqlens[slot])
+                end = min(stop, int(pack.cu_seqlens[slot + 1]))
+                store.read_features_into(
+                    int(pack.document_ids[slot]),
+                    start - origin,
+                    end - origin,
+                    out[done : done + end - start],
+                )
+                done += end - start
+                start = end
+        return out
+
+    return read_features

@@ -1,0 +1,74 @@
+"""ModuleSpecs of the drafter's layer, with Megatron's own modules or Transformer Engine's."""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer import ModuleSpec, TransformerLayerSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+from megatron_splitkv.attention import SplitKVCoreAttention
+from megatron_splitkv.config import ConfigError, require_choice
+from megatron_splitkv.drafter.attention import DFlashAttention, DFlashAttentionSubmodules
+from megatron_splitkv.drafter.layer import DFlashLayer
+
+BACKENDS = ("local", "transformer_engine")
+
+
+def get_dflash_layer_spec(
+    backend: str | BackendSpecProvider = "local", *, attention_kernel: str = "auto"
+) -> ModuleSpec:
+    """Return the spec of one drafter layer.
+
+    Norms and linears stay separate modules with either backend: attention needs the normed rows
+    twice, and so a checkpoint has the same names whichever backend wrote it.
+
+    Args:
+        backend: ``local``, ``transformer_engine``, or a provider of Megatron modules.
+        attention_kernel: local attention kernel, one of `config.KERNELS`.
+
+    Raises:
+        ConfigError: unknown backend, or Transformer Engine is not installed.
+    """
+    provider = _provider(backend) if isinstance(backend, str) else backend
+    norm = provider.layer_norm(rms_norm=True)
+    head_norm = provider.layer_norm(rms_norm=True, for_qk=True)
+    column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+    attention = DFlashAttentionSubmodules(
+        linear_q=column,
+        linear_kv=column,
+        core_attention=partial(SplitKVCoreAttention, kernel=attention_kernel),
+        linear_proj=row,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=DFlashLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(module=DFlashAttention, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=partial(
+                MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _provider(backend: str) -> Any:
+    require_choice("--transformer-impl", backend, BACKENDS)
+    if backend == "local":
+        return LocalSpecProvider()
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise ConfigError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install "
+            "it or use --transformer-impl local"
+        )
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

@@ -1,0 +1,27 @@
+"""The drafter's loss: numerator, count, report."""
+
+from megatron_splitkv.loss.cross_entropy import chunked_cross_entropy
+from megatron_splitkv.loss.fixed_point import (
+    FIXED_POINT_SCALE,
+    MAX_TOKEN_COUNT,
+    check_token_count,
+    fixed_point_loss,
+    loggable,
+)
+from megatron_splitkv.loss.naive import naive_cross_entropy
+from megatron_splitkv.loss.report import drafter_report
+from megatron_splitkv.loss.slots import IGNORED_PREDICTION, slot_decay, slot_weights
+
+__all__ = [
+    "FIXED_POINT_SCALE",
+    "IGNORED_PREDICTION",
+    "MAX_TOKEN_COUNT",
+    "check_token_count",
+    "chunked_cross_entropy",
+    "drafter_report",
+    "fixed_point_loss",
+    "loggable",
+    "naive_cross_entropy",
+    "slot_decay",
+    "slot_weights",
+]

@@ -1,0 +1,209 @@
+"""Exact attention without masks: a rank's visible keys as a few levels of dense rectangles.
+
+On one rank the blocks of a document, sorted by anchor, see growing prefixes of the document's
+local keys: a staircase. It falls apart into one leading rectangle (all blocks x the prefix that
+they share) and a dyadic rest: the upper half of the blocks x the keys up to the middle block's
+end is dense, and both remaining corners are smaller staircases. All corners of one depth form a
+level; its query ranges are disjoint and so are its key ranges, so a level is one varlen call.
+Corners of about one kernel tile stay whole and are computed under a mask (leaves).
+
+Everything is vectorised over the documents and corners of a level; nothing here touches a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class LeafLimits:
+    """When a corner of the staircase stays whole.
+
+    A corner becomes a leaf if it has at most `blocks` blocks and `keys` keys, or at most `pairs`
+    query-key pairs. With `blocks` and `pairs` 0 there are no leaves and not one pair is computed
+    in vain; thin rectangles then waste kernel tiles instead.
+
+    Args:
+        blocks: blocks that fit one kernel tile (128 query rows at B = 16).
+        keys: bounds the masked scores of a leaf where anchors are few and far apart.
+        pairs: one kernel tile of 128 x 128.
+    """
+
+    blocks: int = 8
+    keys: int = 2048
+    pairs: int = 128 * 128
+
+
+DEFAULT_LEAF_LIMITS = LeafLimits()
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangles:
+    """Ranges of blocks x ranges of local keys, half open.
+
+    Shape:
+        q_start, q_end (block indices in layout order), k_start, k_end (local rows): int64[M].
+    """
+
+    q_start: NDArray[np.int64]
+    q_end: NDArray[np.int64]
+    k_start: NDArray[np.int64]
+    k_end: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return int(self.q_start.size)
+
+    @property
+    def num_cells(self) -> int:
+        """Sum of the areas, in blocks x keys."""
+        return int(((self.q_end - self.q_start) * (self.k_end - self.k_start)).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Staircase:
+    """The visible (block, key) pairs of one rank: dense levels and masked leaves, each pair once.
+
+    Args:
+        levels: dense rectangles; within a level query ranges are disjoint and ascending and so are
+            key ranges. No rectangle is empty.
+        leaves: masked remainders: block i of a leaf sees keys `k_start <= k < key_end[i]`, at least
+            one and never beyond `k_end`. Query ranges are disjoint and ascending; so are key
+            ranges if the layout is in the order of `select_anchors`.
+        key_start: first visible local key of every block.
+        key_end: end of the visible local keys of every block; equal to `key_start` where nothing
+            is visible, 0 for padding blocks.
+        needed_pairs: visible query-key pairs (query rows, B a block).
+        executed_pairs: the pairs that the rectangles and whole leaves hold.
+
+    Shape:
+        key_start, key_end int64[N].
+    """
+
+    levels: list[Rectangles]
+    leaves: Rectangles
+    key_start: NDArray[np.int64]
+    key_end: NDArray[np.int64]
+    needed_pairs: int
+    executed_pairs: int
+
+
+def build_staircase(
+    key_start: NDArray[np.int64],
+    key_end: NDArray[np.int64],
+    block_size: int,
+    limits: LeafLimits = DEFAULT_LEAF_LIMITS,
+) -> Staircase:
+    """Decompose the visible prefixes of all blocks.
+
+    Args:
+        key_start: first local key of every block's document.
+        key_end: end of every block's visible prefix (equal to `key_start`: sees nothing).
+        block_size: B.
+        limits: when a corner stays whole.
+
+    Shape:
+        key_start, key_end int64[N].
+    """
+    levels: list[Rectangles] = []
+    leaves: list[Rectangles] = []
+    for blocks in _ascending_passes(key_start, key_end):
+        pass_levels, pass_leaves = _decompose(
+            blocks, key_start[blocks], key_end[blocks], block_size, limits
+        )
+        levels += pass_levels
+        leaves += pass_leaves
+    merged = _concatenate(leaves)
+    cells = sum(level.num_cells for level in levels) + merged.num_cells
+    return Staircase(
+        levels=levels,
+        leaves=merged,
+        key_start=key_start,
+        key_end=key_end,
+        needed_pairs=block_size * int((key_end - key_start).sum()),
+        executed_pairs=block_size * cells,
+    )
+
+
+def _ascending_passes(
+    key_start: NDArray[np.int64], key_end: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Blocks that see something, cut into stretches that hold each document's run once.
+
+    One pass for layouts in the order of `select_anchors`. Other orders (padding amid a document,
+    unsorted anchors) need a new pass where a document is met again: two runs of a document share
+    keys, and key ranges must be disjoint within a level.
+    """
+    blocks = np.flatnonzero(key_end > key_start)
+    if blocks.size == 0:
+        return []
+    # Among blocks that see something, equal key_start means the same document.
+    start, end = key_start[blocks], key_end[blocks]
+    same_document = start[1:] == start[:-1]
+    run_goes_on = same_document & (np.diff(blocks) == 1) & (end[1:] >= end[:-1])
+    new_pass = ~run_goes_on & (start[1:] <= start[:-1])
+    return np.split(blocks, np.flatnonzero(new_pass) + 1)
+
+
+def _decompose(
+    blocks: NDArray[np.int64],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    block_size: int,
+    limits: LeafLimits,
+) -> tuple[list[Rectangles], list[Rectangles]]:
+    """Levels and leaves of one pass; `end` never decreases along it.
+
+    Shape:
+        blocks (layout indices), start, end (of their visible keys): int64[n].
+    """
+
+    def rectangles(
+        lo: NDArray[np.int64], hi: NDArray[np.int64], k0: NDArray[np.int64], k1: NDArray[np.int64]
+    ) -> Rectangles:
+        return Rectangles(blocks[lo], blocks[hi - 1] + 1, k0, k1)
+
+    # A segment [lo, hi) of the pass still lacks the keys from k0 on.
+    lo = np.flatnonzero(np.concatenate([[True], start[1:] != start[:-1]]))
+    hi = np.append(lo[1:], end.size)
+    k0, k1 = start[lo], end[lo]
+    levels = [rectangles(lo, hi, k0, k1)]
+    leaves: list[Rectangles] = []
+    k0 = k1
+    while True:
+        lo = np.maximum(lo, np.searchsorted(end, k0, side="right"))  # those below are complete
+        open_ = lo < hi
+        lo, hi, k0 = lo[open_], hi[open_], k0[open_]
+        if lo.size == 0:
+            return levels, leaves
+        keys = end[hi - 1] - k0
+        is_leaf = ((hi - lo <= limits.blocks) & (keys <= limits.keys)) | (
+            (hi - lo) * keys * block_size <= limits.pairs
+        )
+        if is_leaf.any():
+            leaf_lo, leaf_hi = lo[is_leaf], hi[is_leaf]
+            leaves.append(rectangles(leaf_lo, leaf_hi, k0[is_leaf], end[leaf_hi - 1]))
+            lo, hi, k0 = lo[~is_leaf], hi[~is_leaf], k0[~is_leaf]
+            if lo.size == 0:
+                return levels, leaves
+        middle = (lo + hi) // 2
+        k1 = end[middle]
+        levels.append(rectangles(middle, hi, k0, k1))
+        lo = np.stack([lo, middle + 1], axis=1).ravel()
+        hi = np.stack([middle, hi], axis=1).ravel()
+        k0 = np.stack([k0, k1], axis=1).ravel()
+
+
+def _concatenate(parts: list[Rectangles]) -> Rectangles:
+    """All rectangles in ascending order of their query ranges."""
+    if not parts:
+        empty = np.empty(0, dtype=np.int64)
+        return Rectangles(empty, empty, empty, empty)
+    q_start = np.concatenate([part.q_start for part in parts])
+    order = np.argsort(q_start)
+    return Rectangles(
+        q_start[order],
+        np.concatenate([part.q_end for part in parts])[order],
+        np.concatenate([part.k_start for part in parts])[order],
+        np.concatenate([part.k_end for part in parts])[order],
+    )

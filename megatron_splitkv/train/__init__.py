@@ -1,0 +1,1 @@
+"""Training of drafters by Megatron's own ``pretrain()``."""

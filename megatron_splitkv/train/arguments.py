@@ -1,0 +1,182 @@
+"""Command line of a drafter's training: our argument group, and defaults that fit a drafter.
+
+Megatron's own arguments keep their meaning. What a drafter needs differently from a GPT (norms,
+activation, no dropout, a feature store instead of text) becomes a parser default, so that whatever
+a user types still wins.
+"""
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from megatron_splitkv.config import KERNELS, PLAN_STRATEGIES
+from megatron_splitkv.data.meta import StoreMeta
+
+# Published recipe of DFlash: warm-up over 4 % of the steps.
+_WARMUP_FRACTION = 0.04
+_HEAD_WIDTHS = (128, 64, 32, 16, 8)
+
+_DRAFTER_DEFAULTS: dict[str, Any] = {
+    # architecture
+    "num_layers": 5,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-6,
+    "qk_layernorm": True,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "position_embedding_type": "none",  # the drafter rotates by explicit positions
+    "rotary_base": 1_000_000,
+    "num_query_groups": None,
+    "untie_embeddings_and_output_weights": True,
+    "tokenizer_type": "NullTokenizer",  # tokens come from the store
+    # The same weights at every tensor and context parallel size; a drafter is small enough.
+    "use_cpu_initialization": True,
+    # parallelism
+    "cp_comm_type": ["splitkv"],
+    # run
+    "micro_batch_size": 1,
+    "seq_length": 4096,
+    "lr": 6e-4,
+    "lr_decay_style": "cosine",
+    "log_interval": 10,
+    "tensorboard_log_interval": None,
+    "eval_iters": None,  # one pass over the validation store
+    "eval_interval": 1000,
+    "dataloader_type": "single",
+    # Megatron would run suspicious steps twice; the check for NaN stays.
+    "rerun_mode": "disabled",
+}
+
+_CPU_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "use_gloo_process_groups": False,  # the default groups are gloo already
+    "transformer_impl": "local",
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+    "num_workers": 0,  # loader processes would take the cores from the ranks
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our group to Megatron's parser and replace defaults: Megatron's `extra_args_provider`."""
+    group = parser.add_argument_group(
+        "split-KV drafter training",
+        "A DFlash drafter is trained on a feature store that `splitkv prepare` wrote. Hidden size, "
+        "vocabulary, tapped layers and mask token come from the store. --calculate-per-token-loss "
+        "is required. Use with --context-parallel-size P --cp-comm-type splitkv.",
+    )
+    group.add_argument(
+        "--feature-store", metavar="DIR", help="Feature store to train on. Required."
+    )
+    group.add_argument(
+        "--valid-feature-store",
+        metavar="DIR",
+        help="Feature store of held-out documents; without one there is no evaluation.",
+    )
+    group.add_argument(
+        "--verify-feature-store",
+        default="auto",
+        metavar="HOW",
+        help="'size' checks the size of every file at start, 'full' its checksum too, 'auto' "
+        "(default) is full for stores of up to 1 GiB.",
+    )
+    group.add_argument(
+        "--target-id",
+        metavar="NAME",
+        help="Refuse a feature store of any other target.",
+    )
+    group.add_argument(
+        "--mask-token-id",
+        type=int,
+        metavar="ID",
+        help="Existing, unused token that stands for 'to be drafted'. Default: the store's.",
+    )
+    group.add_argument(
+        "--block-size",
+        type=int,
+        default=16,
+        metavar="B",
+        help="Slots of a draft block: the anchor's token and B - 1 to draft. Default: 16.",
+    )
+    group.add_argument(
+        "--num-anchors",
+        type=int,
+        default=512,
+        metavar="N",
+        help="Draft blocks per document and step. Default: 512.",
+    )
+    group.add_argument(
+        "--loss-decay-gamma",
+        type=float,
+        default=7.0,
+        metavar="G",
+        help="Slot k weighs exp(-(k - 1) / G) in the loss. Default: 7, which suits B = 16.",
+    )
+    group.add_argument(
+        "--plan-strategy",
+        default="balanced",
+        metavar="NAME",
+        help="How context rows are assigned to context-parallel ranks: one of "
+        f"{', '.join(PLAN_STRATEGIES)}. Default: balanced.",
+    )
+    group.add_argument(
+        "--chunks-per-rank",
+        type=int,
+        metavar="J",
+        help="Context chunks that each rank gets. Default: as many as keep a chunk one kernel "
+        "tile long, at most 32.",
+    )
+    group.add_argument(
+        "--attention-kernel",
+        default="auto",
+        metavar="NAME",
+        help=f"Attention kernel: one of {', '.join(KERNELS)}. Default: auto.",
+    )
+    parser.set_defaults(**_DRAFTER_DEFAULTS)
+    if not torch.cuda.is_available():
+        parser.set_defaults(**_CPU_DEFAULTS)
+    return parser
+
+
+def complete_arguments(args: argparse.Namespace, meta: StoreMeta) -> None:
+    """Fill in, in place, what the user left open and the store or other arguments decide.
+
+    Args:
+        args: parsed, not yet validated by Megatron.
+        meta: what the training store says about its target.
+    """
+    _default(args, "hidden_size", meta.target.hidden_size)
+    _default(args, "vocab_size", meta.target.vocab_size)
+    _default(args, "mask_token_id", meta.target.mask_token_id)
+    if args.num_attention_heads is None:
+        width = args.kv_channels or next(
+            (w for w in _HEAD_WIDTHS if args.hidden_size % w == 0), args.hidden_size
+        )
+        args.num_attention_heads = max(1, args.hidden_size // width)
+    if args.num_query_groups is None:
+        args.num_query_groups = 1 if args.group_query_attention else args.num_attention_heads
+    args.group_query_attention = True
+    _default(args, "max_position_embeddings", args.seq_length)
+
+    if args.lr_warmup_fraction is None and not (args.lr_warmup_iters or args.lr_warmup_samples):
+        args.lr_warmup_fraction = _WARMUP_FRACTION
+    _default(args, "tensorboard_log_interval", args.log_interval)
+    if args.save is not None:
+        _default(args, "save_interval", args.train_iters)
+        _default(args, "tensorboard_dir", os.path.join(args.save, "tensorboard"))
+    # No padding rows in the frozen head: it is split over tensor-parallel ranks as it is.
+    args.padded_vocab_size = args.vocab_size
+
+
+def _default(args: argparse.Namespace, name: str, value: Any) -> None:
+    if getattr(args, name) is None:
+        setattr(args, name, value)

@@ -1,0 +1,130 @@
+"""Packed micro-batches as a map-style dataset: one item is one rank's share of one pack.
+
+Everything about an item follows from its index: its documents, its anchors, its plan. So Megatron's
+sampler, its loader workers and its resume work as they are, ranks of a TP x CP group agree without
+a word, and no rank reads context rows of another.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron_splitkv.batch import get_batch_on_this_cp_rank
+from megatron_splitkv.data.anchors import select_anchors
+from megatron_splitkv.data.packing import PackedEpochs, feature_reader, read_pack
+from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.plan import build_plan
+
+PLAN_PREFIX = "plan."
+
+
+@dataclass(frozen=True)
+class BlockRecipe:
+    """How draft blocks are drawn in a pack and where its context goes.
+
+    Args:
+        num_anchors: blocks per document.
+        block_size: B.
+        mask_token_id: token of slots 1 to B - 1.
+        plan_strategy: see `build_plan`.
+        chunks_per_rank: see `build_plan`.
+        seed: key of the draw, with the item's index and the documents' ids.
+    """
+
+    num_anchors: int
+    block_size: int
+    mask_token_id: int
+    plan_strategy: str
+    chunks_per_rank: int | None
+    seed: int
+
+
+class PackDataset(Dataset[dict[str, torch.Tensor]]):
+    """Packs of a feature store as one context-parallel rank sees them.
+
+    Args:
+        store: where the documents lie.
+        packing: which documents an item holds.
+        recipe: how its blocks are drawn.
+        num_items: length that the sampler sees.
+        cp_rank: this rank in its context-parallel group.
+        cp_size: ranks of that group.
+        period: items repeat after so many: an evaluation that takes this many sees the same packs
+            and the same anchors every time. None for training.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        packing: PackedEpochs,
+        recipe: BlockRecipe,
+        *,
+        num_items: int,
+        cp_rank: int,
+        cp_size: int,
+        period: int | None = None,
+    ) -> None:
+        self.store = store
+        self.packing = packing
+        self.recipe = recipe
+        self.num_items = num_items
+        self.cp_rank = cp_rank
+        self.cp_size = cp_size
+        self.period = period
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """The rank's batch, and the plan's arrays under names that start with `PLAN_PREFIX`."""
+        item = index if self.period is None else index % self.period
+        recipe = self.recipe
+        pack = read_pack(self.store, self.packing.pack_documents(item))
+        layout = select_anchors(
+            pack.loss_mask,
+            pack.cu_seqlens,
+            num_anchors=recipe.num_anchors,
+            block_size=recipe.block_size,
+            seed=recipe.seed,
+            step=item,
+            sample_ids=pack.document_ids,
+        )
+        plan = build_plan(
+            layout,
+            int(pack.cu_seqlens[-1]),
+            self.cp_size,
+            strategy=recipe.plan_strategy,
+            chunks_per_rank=recipe.chunks_per_rank,
+        )
+        batch = get_batch_on_this_cp_rank(
+            pack,
+            plan,
+            self.cp_rank,
+            feature_reader(self.store, pack),
+            mask_token_id=recipe.mask_token_id,
+        )
+        arrays = {PLAN_PREFIX + name: array for name, array in plan.to_arrays().items()}
+        return batch | {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def split_batch(
+    collated: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Undo the collation of one item.
+
+    Args:
+        collated: what a loader with micro-batch size 1 yields.
+
+    Returns:
+        The batch without its leading dimension, and the arrays of its plan, see
+        `ContextPlan.from_arrays`.
+    """
+    batch, arrays = {}, {}
+    for name, tensor in collated.items():
+        if name.startswith(PLAN_PREFIX):
+            arrays[name.removeprefix(PLAN_PREFIX)] = tensor[0].numpy()
+        else:
+            batch[name] = tensor[0]
+    return batch, arrays

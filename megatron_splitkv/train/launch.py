@@ -1,0 +1,54 @@
+"""How an entry point ends when its input was bad: one line, exit code 2, on every rank."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_splitkv.config import ConfigError
+
+_MEETING_KEY = "megatron_splitkv/config_error"
+_MEETING_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def exit_on_config_error() -> Iterator[None]:
+    """Turn a `ConfigError` of the body into one line on stderr and exit code 2.
+
+    The first rank of each node prints the line. A launcher ends all ranks when the first one has
+    left, so ranks that found the error before the process group existed wait for one another (at
+    most half a minute): every rank leaves by itself and none is ended in the middle of its line.
+
+    Raises:
+        SystemExit: with code 2, after a `ConfigError`.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if not dist.is_initialized():
+            _meet_other_ranks()
+        sys.exit(2)
+
+
+def _meet_other_ranks() -> None:
+    """Wait until all ranks are here, through the store that torchrun keeps for its workers."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    world_size = int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=_MEETING_SECONDS)
+    # A rank without the error never comes; then leaving alone is right.
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timeout,
+        )
+        if store.add(f"{_MEETING_KEY}/count", 1) == world_size:
+            store.set(f"{_MEETING_KEY}/complete", "")
+        store.wait([f"{_MEETING_KEY}/complete"], timeout)

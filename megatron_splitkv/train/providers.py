@@ -1,0 +1,130 @@
+"""What Megatron's `pretrain` asks a training script for: datasets and a model."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec
+
+from megatron_splitkv import compat
+from megatron_splitkv.attention import SplitKVCoreAttention
+from megatron_splitkv.data.packing import PackedEpochs
+from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.drafter.model import DFlashModel
+from megatron_splitkv.drafter.specs import get_dflash_layer_spec
+from megatron_splitkv.train.dataset import BlockRecipe, PackDataset
+from megatron_splitkv.train.setup import TrainingSetup
+
+# Megatron's sampler must never come to the end of the evaluation packs, which repeat.
+_EVALUATIONS = 1 << 20
+
+
+class DatasetsProvider:
+    """Builds training and validation packs of this rank: Megatron's datasets provider.
+
+    Args:
+        setup: the checked launch.
+    """
+
+    # Every rank builds its own loader: context-parallel ranks read different rows of one pack.
+    is_distributed = True
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self.setup = setup
+
+    def __call__(
+        self, num_samples: tuple[int, int | None, int | None]
+    ) -> tuple[PackDataset, PackDataset | None, None]:
+        """Return (train, valid, None).
+
+        Args:
+            num_samples: packs that Megatron will take of each split; for validation None with
+                ``--full-validation``.
+        """
+        train = self._dataset(self.setup.store, num_items=num_samples[0])
+        if self.setup.valid_store is None:
+            return train, None, None
+        args = self.setup.args
+        if args.full_validation:
+            packing = self._packing(self.setup.valid_store)
+            period = num_items = packing.num_packs(0)
+        else:
+            period = args.eval_iters * args.eval_global_batch_size
+            num_items = period * _EVALUATIONS
+        valid = self._dataset(self.setup.valid_store, num_items=num_items, period=period)
+        return train, valid, None
+
+    def _dataset(
+        self, store: FeatureStore, *, num_items: int, period: int | None = None
+    ) -> PackDataset:
+        args, dflash = self.setup.args, self.setup.dflash
+        recipe = BlockRecipe(
+            num_anchors=args.num_anchors,
+            block_size=dflash.block_size,
+            mask_token_id=dflash.mask_token_id,
+            plan_strategy=args.plan_strategy,
+            chunks_per_rank=args.chunks_per_rank,
+            seed=args.seed,
+        )
+        return PackDataset(
+            store,
+            self._packing(store),
+            recipe,
+            num_items=num_items,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
+            period=period,
+        )
+
+    def _packing(self, store: FeatureStore) -> PackedEpochs:
+        return PackedEpochs(store.lengths, self.setup.args.seq_length, self.setup.args.seed)
+
+
+class ModelProvider:
+    """Builds the drafter with its target's frozen embedding and head: Megatron's model provider.
+
+    Args:
+        setup: the checked launch.
+    """
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self.setup = setup
+
+    def __call__(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> DFlashModel:
+        """Build the model of this rank.
+
+        Args:
+            pre_process: always True, there are no pipeline stages.
+            post_process: likewise.
+            vp_stage: always None.
+            config: a model configuration if Megatron has one; the arguments decide here.
+            pg_collection: process groups.
+        """
+        args = self.setup.args
+        embedding, head = self.setup.store.frozen()
+        layer_spec = get_dflash_layer_spec(args.transformer_impl)
+        layer_spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+            module=SplitKVCoreAttention, params={"kernel": args.attention_kernel}
+        )
+        return DFlashModel(
+            compat.transformer_config(args),
+            self.setup.dflash,
+            layer_spec=layer_spec,
+            embedding_weight=embedding,
+            head_weight=None if head is embedding else head,
+            pg_collection=pg_collection,
+            init_seed=args.seed,
+        )
+
+
+def training_device() -> torch.device:
+    """The device that Megatron trains on in this process."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

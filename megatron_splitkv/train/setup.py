@@ -1,0 +1,145 @@
+"""From the command line to everything that a training run needs, checked, before any collective."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_splitkv import compat
+from megatron_splitkv.cpu import enable_cpu_mode
+from megatron_splitkv.data.packing import PackedEpochs
+from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.loss import check_token_count
+from megatron_splitkv.train.arguments import add_arguments, complete_arguments
+from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
+from megatron_splitkv.train.validate import (
+    check_against_store,
+    check_arguments,
+    check_same_target,
+)
+
+_FULL_VERIFICATION_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A checked launch.
+
+    Args:
+        args: Megatron's arguments, validated and global.
+        dflash: the drafter.
+        store: documents to train on.
+        valid_store: held-out documents, if any.
+    """
+
+    args: argparse.Namespace
+    dflash: DFlashConfig
+    store: FeatureStore
+    valid_store: FeatureStore | None
+
+
+def prepare_training() -> TrainingSetup:
+    """Parse and check the command line, and publish it as Megatron's global arguments.
+
+    No process group exists yet when this returns. Rank 0 has written `drafter_config.json` into
+    ``--save``.
+
+    Raises:
+        ConfigError: anything that the user has to mend.
+    """
+    compat.check_environment()
+    # Megatron demands it where kernels of several streams must start in order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    args = compat.parse_args(add_arguments)
+    enable_cpu_mode()
+    compat.skip_missing_dataset_helpers()
+
+    check_arguments(args)
+    store = open_store(args.feature_store, args.verify_feature_store)
+    valid_store = None
+    if args.valid_feature_store is not None:
+        valid_store = open_store(args.valid_feature_store, args.verify_feature_store)
+        check_same_target(
+            args.feature_store, store.meta, args.valid_feature_store, valid_store.meta
+        )
+    complete_arguments(args, store.meta)
+    _complete_evaluation(args, valid_store)
+    check_against_store(args, store.meta)
+    PackedEpochs(store.lengths, args.seq_length, args.seed)  # refuses what does not fit a pack
+    compat.validate_args(args)
+    _check_token_count(args, store)
+
+    dflash = dflash_config(args, store)
+    for option, folder in (("--load", args.load), ("--save", args.save)):
+        if folder is not None:
+            check_checkpoint_folder(option, folder, dflash, store.meta.target)
+    if args.save is not None and args.rank == 0:
+        write_drafter_config(args.save, dflash, store.meta.target)
+    compat.publish_args(args)
+    return TrainingSetup(args, dflash, store, valid_store)
+
+
+def open_store(path: str, verify: str) -> FeatureStore:
+    """Open a feature store, checksums verified if that is asked for or cheap.
+
+    Args:
+        path: its folder.
+        verify: ``size``, ``full``, or ``auto``: full up to 1 GiB.
+    """
+    if verify == "auto":
+        size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        verify = "full" if size <= _FULL_VERIFICATION_BYTES else "size"
+    return FeatureStore(path, verify=verify)
+
+
+def dflash_config(args: argparse.Namespace, store: FeatureStore) -> DFlashConfig:
+    """The drafter that validated arguments and a store describe."""
+    target = store.meta.target
+    return DFlashConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_key_value_heads=args.num_query_groups,
+        head_dim=args.kv_channels,
+        vocab_size=args.vocab_size,
+        num_target_layers=target.num_layers,
+        target_layer_ids=store.meta.target_layer_ids,
+        mask_token_id=args.mask_token_id,
+        block_size=args.block_size,
+        rope_theta=float(args.rotary_base),
+        rms_norm_eps=args.layernorm_epsilon,
+        loss_decay_gamma=args.loss_decay_gamma,
+        max_position_embeddings=args.max_position_embeddings,
+        eos_token_ids=target.eos_token_ids,
+        pad_token_id=target.pad_token_id,
+    )
+
+
+def _complete_evaluation(args: argparse.Namespace, valid_store: FeatureStore | None) -> None:
+    """By default one evaluation is one pass over the held-out packs."""
+    if valid_store is None:
+        args.eval_iters = 0
+    elif args.eval_iters is None:
+        model_parallel = args.tensor_model_parallel_size * args.context_parallel_size
+        packs_per_step = (
+            args.eval_global_batch_size
+            or args.global_batch_size
+            or args.world_size // model_parallel
+        )
+        packs = PackedEpochs(valid_store.lengths, args.seq_length, args.seed).num_packs(0)
+        args.eval_iters = -(-packs // packs_per_step)
+
+
+def _check_token_count(args: argparse.Namespace, store: FeatureStore) -> None:
+    """Refuse a global batch whose loss might overflow Megatron's token count."""
+    blocks_per_token = float((np.minimum(args.num_anchors, store.lengths) / store.lengths).max())
+    check_token_count(
+        int(blocks_per_token * args.seq_length),
+        args.block_size,
+        args.loss_decay_gamma,
+        args.global_batch_size,
+    )

@@ -1,0 +1,189 @@
+"""Everything about a launch that can be refused before the first collective.
+
+Each check raises a `ConfigError` of one line. All of them read the command line, the environment
+and files, never another rank, so every rank comes to the same end.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_splitkv import compat
+from megatron_splitkv.config import (
+    CP_COMM_TYPES,
+    KERNELS,
+    PLAN_STRATEGIES,
+    ConfigError,
+    require_choice,
+)
+from megatron_splitkv.data.meta import StoreMeta
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what the command line alone shows to be wrong.
+
+    Args:
+        args: parsed, defaults not yet completed from the store.
+
+    Raises:
+        ConfigError: naming the option, the value, the limit and the remedy.
+    """
+    if args.feature_store is None:
+        raise ConfigError("--feature-store is missing; name a folder that `splitkv prepare` wrote")
+    if not args.calculate_per_token_loss:
+        raise ConfigError(
+            "--calculate-per-token-loss is missing; without it Megatron averages over ranks and "
+            "micro-batches that hold different numbers of trained tokens, which biases the "
+            "gradients: add it"
+        )
+    if not args.train_iters and not args.train_samples:
+        raise ConfigError("neither --train-iters nor --train-samples is given; give one")
+    require_choice("--plan-strategy", args.plan_strategy, PLAN_STRATEGIES)
+    require_choice("--attention-kernel", args.attention_kernel, KERNELS)
+    require_choice("--verify-feature-store", args.verify_feature_store, ("auto", "size", "full"))
+    require_choice("--dataloader-type", args.dataloader_type, ("single",))
+    check_cp_comm_type(args.cp_comm_type, args.num_layers)
+    _check_sizes(args)
+    _check_parallelism(args)
+    _check_unsupported(args)
+
+
+def check_cp_comm_type(cp_comm_type: Sequence[str], num_layers: int) -> None:
+    """Refuse unknown communication types and a per-layer list of another length.
+
+    Args:
+        cp_comm_type: one value for all layers, or one per layer.
+        num_layers: layers of the drafter.
+    """
+    for value in cp_comm_type:
+        require_choice("--cp-comm-type", value, CP_COMM_TYPES)
+    if len(cp_comm_type) not in (1, num_layers):
+        raise ConfigError(
+            f"--cp-comm-type has {len(cp_comm_type)} values for {num_layers} layers; give one "
+            f"for all layers, or {num_layers}"
+        )
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    if args.micro_batch_size != 1:
+        raise ConfigError(
+            f"--micro-batch-size {args.micro_batch_size} is not supported: a micro-batch is one "
+            "pack of documents; use 1 and raise --seq-length or --global-batch-size"
+        )
+    if args.eval_micro_batch_size not in (None, 1):
+        raise ConfigError(
+            f"--eval-micro-batch-size {args.eval_micro_batch_size} is not supported; use 1"
+        )
+    for option, value, least in (
+        ("--block-size", args.block_size, 2),
+        ("--num-anchors", args.num_anchors, 1),
+        ("--seq-length", args.seq_length, 1),
+        ("--num-layers", args.num_layers, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{option} {value} is too small; it must be at least {least}")
+    if args.chunks_per_rank is not None and args.chunks_per_rank < 1:
+        raise ConfigError(
+            f"--chunks-per-rank {args.chunks_per_rank} is too small; it must be at least 1"
+        )
+    if not args.loss_decay_gamma > 0:
+        raise ConfigError(f"--loss-decay-gamma {args.loss_decay_gamma} must be positive")
+
+
+def _check_parallelism(args: argparse.Namespace) -> None:
+    if args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: "
+            "every layer of a drafter reads the context; use 1 and scale with "
+            "--context-parallel-size or --tensor-model-parallel-size"
+        )
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            "--sequence-parallel is not supported: context parallelism already splits the rows; "
+            "drop it"
+        )
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    if args.world_size % (tp * cp):
+        raise ConfigError(
+            f"{args.world_size} ranks cannot be split into groups of {tp} x {cp} "
+            "(--tensor-model-parallel-size x --context-parallel-size); start a multiple of "
+            f"{tp * cp}"
+        )
+    if cp > 1 and args.seq_length % (2 * cp):
+        raise ConfigError(
+            f"--seq-length {args.seq_length} is not a multiple of 2 x --context-parallel-size = "
+            f"{2 * cp}, as Megatron demands; a multiple of 24 serves every size from 1 to 4"
+        )
+
+
+def _check_unsupported(args: argparse.Namespace) -> None:
+    for option, value in (
+        ("--attention-dropout", args.attention_dropout),
+        ("--hidden-dropout", args.hidden_dropout),
+    ):
+        if value > 0:
+            raise ConfigError(f"{option} {value} is not supported; drop it, or use 0")
+    for option, value in (
+        ("--multi-latent-attention", args.multi_latent_attention),
+        ("--num-experts", args.num_experts),
+        ("--mtp-num-layers", args.mtp_num_layers),
+    ):
+        if value:
+            raise ConfigError(f"{option} is not supported: a DFlash drafter has none; drop it")
+    if args.log_throughput:
+        raise ConfigError(
+            "--log-throughput is not supported: it counts the FLOPs of a GPT, not of a drafter; "
+            "drop it"
+        )
+    if args.use_distributed_optimizer and not compat.has_fused_optimizers():
+        raise ConfigError(
+            "--use-distributed-optimizer needs Transformer Engine or apex: on torch's Adam it "
+            "loads checkpoints wrongly; drop it, or install one of them"
+        )
+
+
+def check_against_store(args: argparse.Namespace, meta: StoreMeta) -> None:
+    """Refuse arguments that contradict the training store.
+
+    Args:
+        args: completed by `complete_arguments`.
+        meta: what the training store says about its target.
+    """
+    target = meta.target
+    if args.target_id is not None and args.target_id != target.id:
+        raise ConfigError(
+            f"{args.feature_store} holds features of target {target.id!r}, --target-id is "
+            f"{args.target_id!r}; use a store of that target"
+        )
+    for option, value, of_target in (
+        ("--hidden-size", args.hidden_size, target.hidden_size),
+        ("--vocab-size", args.vocab_size, target.vocab_size),
+    ):
+        if value != of_target:
+            raise ConfigError(
+                f"{option} {value} differs from the target's {of_target}: embedding and head are "
+                "the target's; drop the option"
+            )
+    tp = args.tensor_model_parallel_size
+    for name, heads in (
+        ("--num-attention-heads", args.num_attention_heads),
+        ("--num-query-groups", args.num_query_groups),
+    ):
+        if heads % tp:
+            raise ConfigError(
+                f"{name} {heads} is not divisible by --tensor-model-parallel-size {tp}; change one"
+            )
+
+
+def check_same_target(path: str, meta: StoreMeta, other_path: str, other: StoreMeta) -> None:
+    """Refuse two stores of different targets or with different tapped layers."""
+    if meta.target.checksum != other.target.checksum:
+        raise ConfigError(
+            f"{other_path} holds features of another target ({other.target.id!r}, checksum "
+            f"{other.target.checksum}) than {path} ({meta.target.id!r}, {meta.target.checksum}); "
+            "prepare both with the same target"
+        )
+    if meta.target_layer_ids != other.target_layer_ids:
+        raise ConfigError(
+            f"{other_path} taps layers {list(other.target_layer_ids)}, {path} taps "
+            f"{list(meta.target_layer_ids)}; prepare both with the same layers"
+        )

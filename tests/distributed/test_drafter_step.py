@@ -1,0 +1,189 @@
+"""One training step of the drafter at every parallel layout: same loss, same gradients.
+
+Megatron's own schedule, DDP and finalize_model_grads with per-token loss; one global batch of four
+packs, so that the layouts run it with one, two or four micro-batches a rank.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_splitkv.testing import gloo_pool, relative_error
+from tests.drafter.harness import (
+    TINY,
+    Sample,
+    StepResult,
+    awkward_samples,
+    frozen_target,
+    make_sample,
+    train_step,
+)
+from tests.drafter.naive_drafter import naive_drafter_loss
+
+TOLERANCE = 1e-5
+
+# (ranks, tp, cp); what is left of the ranks is data-parallel.
+LAYOUTS = [(4, 1, 1), (4, 1, 2), (3, 1, 3), (4, 1, 4), (4, 2, 1), (4, 2, 2)]
+ids = [f"tp{tp}-cp{cp}-dp{ranks // tp // cp}" for ranks, tp, cp in LAYOUTS]
+
+
+@cache
+def truth() -> StepResult:
+    """The step in fp64 by the plain-torch twin, from the weights that any layout starts with."""
+    weights = {
+        name: weight.double().requires_grad_() for name, weight in step_at(4, 1, 1).weights.items()
+    }
+    embedding, head = (weight.double() for weight in frozen_target())
+    scaled, tokens, numerator, total = 0.0, 0, 0.0, 0.0
+    for sample in awkward_samples():
+        part, weight = naive_drafter_loss(
+            TINY, weights, embedding, head, sample.pack, sample.layout, sample.features.double()
+        )
+        count = max(1, round(256 * weight)) if weight else 0
+        scaled = scaled + part * (count / weight if weight else 0.0)
+        tokens, numerator, total = tokens + count, numerator + float(part), total + weight
+    (scaled / tokens).backward()
+    gradients = {name: weight.grad for name, weight in weights.items()}
+    return StepResult(numerator / total, total, {}, gradients, {})
+
+
+@cache
+def step_at(ranks: int, tp: int, cp: int) -> StepResult:
+    results = gloo_pool(ranks).run(train_step, awkward_samples(), tp, cp, timeout=100)
+    for other in results[1:]:
+        assert_same_step(other, results[0], tolerance=0.0)
+    return results[0]
+
+
+def assert_same_step(actual: StepResult, expected: StepResult, tolerance: float) -> None:
+    assert actual.loss == pytest.approx(expected.loss, rel=tolerance)
+    assert actual.count == pytest.approx(expected.count, rel=tolerance)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    errors = {
+        name: relative_error(gradient, expected.gradients[name])
+        for name, gradient in actual.gradients.items()
+    }
+    assert max(errors.values()) <= tolerance, errors
+
+
+def test_the_samples_are_as_awkward_as_they_claim() -> None:
+    ordinary, light, empty, lopsided = awkward_samples()
+    keep = ordinary.layout.block_keep_mask.reshape(-1, 3)
+    assert keep[0].sum() == 1
+    assert keep[1].sum() == 0
+    anchors = ordinary.layout.anchor_positions.reshape(-1, 3)[3]
+    assert keep[3].all()
+    assert np.diff(anchors).min() < TINY.block_size  # blocks of one document overlap
+    assert not empty.layout.block_keep_mask.any()
+    assert light.layout.block_keep_mask.all()
+    plan = lopsided.plan(4)
+    for rank in range(4):
+        start, end = plan.key_ranges(rank)
+        assert (start < end).any() == (rank == 2)
+        assert lopsided.batch(plan, rank)["block_label_mask"].any() == (rank == 2)
+
+
+@pytest.mark.parametrize(("ranks", "tp", "cp"), LAYOUTS, ids=ids)
+def test_loss_and_all_gradients_equal_the_plain_twin(ranks: int, tp: int, cp: int) -> None:
+    assert_same_step(step_at(ranks, tp, cp), truth(), TOLERANCE)
+
+
+@pytest.mark.parametrize(("ranks", "tp", "cp"), LAYOUTS, ids=ids)
+def test_initial_weights_and_report_are_the_same_at_every_layout(
+    ranks: int, tp: int, cp: int
+) -> None:
+    step, reference = step_at(ranks, tp, cp), step_at(4, 1, 1)
+    for name, weight in step.weights.items():
+        assert torch.equal(weight, reference.weights[name]), name
+    for name, pair in step.report.items():
+        assert pair == pytest.approx(reference.report[name], rel=1e-6), name
+
+
+def test_the_twin_sees_faults() -> None:
+    """The comparison above is worth something: these wrong variants differ by far more."""
+    step, samples = step_at(4, 1, 4), awkward_samples()
+    shifted = [
+        Sample(s.pack, s.layout, torch.roll(s.features, 1, 0), s.strategy) for s in samples
+    ]
+    wrong = gloo_pool(4).run(train_step, shifted, 1, 4, timeout=100)[0]
+    assert relative_error(wrong.gradients["fc.weight"], truth().gradients["fc.weight"]) > 1e-2
+    assert step.loss != pytest.approx(wrong.loss, rel=TOLERANCE)
+
+
+def test_a3_ranks_with_unequal_counts_weigh_by_their_counts() -> None:
+    """One pack on two CP ranks, 1 and 2 micro-batches: never the mean of the ranks' means."""
+    lengths, mask = [30, 30], np.r_[np.ones(30), np.zeros(28), np.ones(2)] > 0
+    anchors = [2, 5, 9, 14, 20, 24, 32, 58]  # the last is the second rank's only supervised block
+    sample = make_sample(lengths, mask, anchors=anchors, seed=11)
+    for samples in ([sample] * 2, [sample] * 4):
+        at_cp2 = gloo_pool(4).run(train_step, samples, 1, 2, timeout=100)[0]
+        at_cp1 = gloo_pool(4).run(train_step, [sample] * 4, 1, 1, timeout=100)[0]
+        assert_same_step(at_cp2, _with_count(at_cp1, at_cp2.count), TOLERANCE)
+
+
+def _with_count(step: StepResult, count: float) -> StepResult:
+    """Repeating a pack changes its count and nothing else."""
+    return StepResult(step.loss, count, step.report, step.gradients, step.weights)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap-grad-reduce"])
+def test_a4_an_empty_pack_on_one_replica_does_not_hang(overlap: bool) -> None:
+    """dp 2 x cp 2; the second replica's second micro-batch has no usable anchor."""
+    full, short = np.ones(64) > 0, np.arange(64) >= 59
+    ordinary = [make_sample([40, 24], full, num_anchors=4, seed=seed) for seed in (1, 2, 3)]
+    for unusable in (np.zeros(64) > 0, short):
+        last = make_sample([40, 24], unusable, num_anchors=4, seed=4)
+        steps = gloo_pool(4).run(
+            train_step, [ordinary[0], ordinary[1], ordinary[2], last], 1, 2, None, overlap,
+            timeout=30,
+        )
+        for step in steps:
+            assert np.isfinite(step.loss)
+            assert_same_step(step, steps[0], tolerance=0.0)
+
+
+def test_a12_all_supervision_on_one_rank_equals_one_process() -> None:
+    samples = [awkward_samples()[3]] * 4
+    at_cp4 = gloo_pool(4).run(train_step, samples, 1, 4, timeout=100)[0]
+    at_cp1 = gloo_pool(4).run(train_step, samples, 1, 1, timeout=100)[0]
+    assert_same_step(at_cp4, at_cp1, TOLERANCE)
+
+
+def test_a12_a_batch_without_supervision_logs_zero_and_has_zero_gradients() -> None:
+    samples = [make_sample([7, 5, 2], np.zeros(14) > 0, seed=seed) for seed in range(4)]
+    for step in gloo_pool(4).run(train_step, samples, 1, 4, timeout=100):
+        assert step.loss == 0.0
+        assert step.count == pytest.approx(0.0, abs=1e-20)
+        for name, pair in step.report.items():
+            assert pair[0] / pair[1] == 0.0, name
+        assert all((gradient == 0).all() for gradient in step.gradients.values())
+
+
+def test_a10_head_norm_gradients_are_summed_over_tp() -> None:
+    """`join_tp` has checked that both TP ranks hold equal gradients; here they are right too."""
+    at_tp2 = step_at(4, 2, 2)
+    names = [n for n in at_tp2.gradients if "q_layernorm" in n or "k_layernorm" in n]
+    assert len(names) == 2 * TINY.num_layers
+    for name in names:
+        assert relative_error(at_tp2.gradients[name], step_at(4, 1, 1).gradients[name]) < TOLERANCE
+
+
+def two_steps(samples: Sequence[Sample]) -> list[StepResult]:
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    selective = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp"],
+    }
+    return [train_step(samples, 2, 2, overrides) for overrides in (full, selective)]
+
+
+def test_recomputing_activations_changes_no_gradient() -> None:
+    for step in gloo_pool(4).run(two_steps, awkward_samples(), timeout=100)[0]:
+        assert_same_step(step, step_at(4, 2, 2), tolerance=1e-6)

@@ -1,0 +1,234 @@
+"""A tiny drafter, packs with every awkward property, and one training step on gloo ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_splitkv.batch import get_batch_on_this_cp_rank
+from megatron_splitkv.cpu import cpu_mode
+from megatron_splitkv.data.anchors import BlockLayout, select_anchors
+from megatron_splitkv.data.packing import Pack
+from megatron_splitkv.drafter import DFlashConfig
+from megatron_splitkv.plan import ContextPlan, build_plan
+
+TINY = DFlashConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=61,  # odd: no even split over TP
+    num_target_layers=4,
+    target_layer_ids=(0, 2),
+    mask_token_id=60,
+    block_size=4,
+    rope_theta=1e4,
+    loss_decay_gamma=2.0,
+    max_position_embeddings=64,
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One packed micro-batch with its features and blocks, global."""
+
+    pack: Pack
+    layout: BlockLayout
+    features: torch.Tensor
+    strategy: str = "lpt"
+
+    def plan(self, cp_size: int) -> ContextPlan:
+        return build_plan(
+            self.layout, len(self.features), cp_size, strategy=self.strategy, chunks_per_rank=3
+        )
+
+    def batch(self, plan: ContextPlan, cp_rank: int) -> dict[str, torch.Tensor]:
+        def read(ranges: np.ndarray) -> torch.Tensor:
+            return torch.cat([self.features[:0], *(self.features[a:b] for a, b in ranges)])
+
+        return get_batch_on_this_cp_rank(
+            self.pack, plan, cp_rank, read, mask_token_id=TINY.mask_token_id
+        )
+
+
+def make_sample(
+    lengths: Sequence[int], loss_mask: Any, *, anchors: Sequence[int] | None = None,
+    num_anchors: int = 3, strategy: str = "lpt", seed: int = 0,
+) -> Sample:
+    """Random tokens and features; anchors are drawn unless given as packed positions."""
+    generator = np.random.default_rng(seed)
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask = np.asarray(loss_mask, dtype=bool)
+    pack = Pack(
+        document_ids=np.arange(len(lengths)),
+        cu_seqlens=bounds,
+        token_ids=generator.integers(TINY.mask_token_id, size=int(bounds[-1])),
+        loss_mask=mask,
+    )
+    if anchors is None:
+        layout = select_anchors(
+            mask, bounds, num_anchors=num_anchors, block_size=TINY.block_size, seed=seed, step=0,
+            sample_ids=np.arange(len(lengths)),
+        )
+    else:
+        at = np.asarray(anchors, dtype=np.int64)
+        starts = bounds[np.searchsorted(bounds, at, side="right") - 1]
+        layout = BlockLayout(at, starts, np.ones(at.size, dtype=bool), TINY.block_size)
+    features = torch.from_numpy(
+        generator.standard_normal((int(bounds[-1]), TINY.feature_width)).astype(np.float32)
+    )
+    return Sample(pack, layout, features, strategy)
+
+
+def awkward_samples() -> list[Sample]:
+    """Four packs: ordinary, weighing less than one, empty, and lopsided."""
+    lengths = [7, 5, 2] * 10
+    mask = np.random.default_rng(1).random(sum(lengths)) < 0.8
+    mask[0:7] = [0, 0, 0, 0, 0, 1, 1]  # one candidate anchor, its block runs over the end
+    mask[7:12] = [1, 0, 1, 0, 1]  # none
+    mask[14:21] = True  # overlapping anchors
+    ordinary = make_sample(lengths, mask, seed=1)
+
+    light_mask = np.zeros(14, dtype=bool)
+    light_mask[8] = True
+    light = make_sample([9, 5], light_mask, anchors=[5], seed=2)  # slot 3 alone: weight e^-1
+
+    empty = make_sample([7, 5, 2], np.zeros(14, dtype=bool), seed=3)
+
+    # All supervision in the third of four documents: with contiguous chunks at cp 4 the other
+    # ranks own no key that any query sees, and no block that is real.
+    lopsided_mask = np.arange(40) // 10 == 2
+    lopsided = make_sample([10] * 4, lopsided_mask, num_anchors=1, strategy="none", seed=4)
+    return [ordinary, light, empty, lopsided]
+
+
+@dataclass
+class StepResult:
+    """What one rank saw of one step; gradients and weights with TP shards joined."""
+
+    loss: float
+    count: float
+    report: dict[str, list[float]]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def parallel_state(tp: int, cp: int) -> Iterator[None]:
+    """Megatron's groups on this pool's ranks, with the CPU mode on; both undone afterwards."""
+    from megatron.core import parallel_state as state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    with cpu_mode():
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=tp, context_parallel_size=cp
+        )
+        try:
+            model_parallel_cuda_manual_seed(1234)
+            yield
+        finally:
+            state.destroy_model_parallel()
+
+
+def frozen_target(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (TINY.vocab_size, TINY.hidden_size)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * 0.5
+
+
+def build_model(tp: int, cp: int, **overrides: Any) -> Any:
+    from megatron_splitkv.drafter import DFlashModel, get_dflash_layer_spec
+
+    # What initial weights must not depend on.
+    torch.manual_seed(dist.get_rank())
+    torch.rand(dist.get_rank() + 1)
+    config = TINY.to_transformer_config(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        init_method_std=0.2,
+        **overrides,
+    )
+    embedding, head = frozen_target()
+    model = DFlashModel(
+        config, TINY, layer_spec=get_dflash_layer_spec("local"), embedding_weight=embedding,
+        head_weight=head,
+    )
+    return model.train()
+
+
+def train_step(
+    samples: Sequence[Sample], tp: int, cp: int, overrides: Mapping[str, Any] | None = None,
+    overlap: bool = False,
+) -> StepResult:
+    """One step of Megatron's own schedule, DDP and gradient finalisation on this pool's ranks."""
+    with parallel_state(tp, cp):
+        model = build_model(tp, cp, **(overrides or {}))
+        return _run_schedule(model, samples, overlap)
+
+
+def _run_schedule(model: Any, samples: Sequence[Sample], overlap: bool) -> StepResult:
+    from megatron.core import parallel_state as state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    ddp.zero_grad_buffer()
+
+    dp_rank, dp_size = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    cp_rank, cp_size = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+    mine = list(samples[dp_rank::dp_size])
+
+    def forward_step(iterator: Iterator[Sample], module: Any) -> Any:
+        sample = next(iterator)
+        plan = sample.plan(cp_size)
+        return module(sample.batch(plan, cp_rank), plan), lambda output: output
+
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(mine),
+        model=[ddp],
+        num_microbatches=len(mine),
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    group = state.get_data_parallel_group(with_context_parallel=True)
+    summed = {name: torch.stack([r[name] for r in reports]).sum(0) for name in reports[0]}
+    for pair in summed.values():
+        dist.all_reduce(pair, group=group)
+    numerator, count = summed["lm loss"].tolist()
+    join = partial(join_tp, group=state.get_tensor_model_parallel_group())
+    return StepResult(
+        loss=numerator / count,
+        count=count,
+        report={name: pair.tolist() for name, pair in summed.items()},
+        gradients={name: join(p, p.main_grad) for name, p in model.named_parameters()},
+        weights={name: join(p, p.detach()) for name, p in model.named_parameters()},
+    )
+
+
+def join_tp(parameter: Any, tensor: torch.Tensor, *, group: Any) -> torch.Tensor:
+    """Put TP shards together as one rank would hold them; replicated tensors must be equal."""
+    shards = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(shards, tensor.contiguous(), group=group)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        assert all(torch.equal(shard, shards[0]) for shard in shards), "TP ranks differ"
+        return shards[0].clone()
+    axis, stride = parameter.partition_dim, parameter.partition_stride
+    pieces = [shard.chunk(stride, dim=axis) for shard in shards]
+    return torch.cat([piece[s] for s in range(stride) for piece in pieces], dim=axis)

@@ -1,0 +1,69 @@
+"""Layouts for the planner's tests, and their naive twins."""
+
+import numpy as np
+
+from megatron_splitkv.data.anchors import BlockLayout
+from megatron_splitkv.plan import ContextPlan
+
+
+def layout_of(documents, *, block_size):
+    """`documents`: (length, anchors inside the document, padding blocks) each."""
+    anchors, starts, keep = [], [], []
+    start = 0
+    for length, inside, padding in documents:
+        anchors += [start + a for a in inside] + [start] * padding
+        starts += [start] * (len(inside) + padding)
+        keep += [True] * len(inside) + [False] * padding
+        start += length
+    return BlockLayout(anchors, starts, keep, block_size), start
+
+
+def random_layout(seed, *, max_documents=5, max_length=90, max_anchors=40, block_size=None):
+    """Documents of odd lengths, some empty, some without anchors; returns (layout, length)."""
+    rng = np.random.default_rng(seed)
+    documents = []
+    for _ in range(rng.integers(1, max_documents + 1)):
+        length = int(rng.integers(0, max_length))
+        count = min(length, int(rng.integers(0, max_anchors)))
+        inside = np.sort(rng.choice(length, count, replace=False)) if count else np.array([], int)
+        documents.append((length, inside.tolist(), int(rng.integers(0, 4))))
+    layout, end = layout_of(documents, block_size=block_size or int(rng.integers(1, 9)))
+    return layout, end + int(rng.integers(0, 20))
+
+
+def fig5_layout():
+    """The paper's worked example: documents of 16 and 8, four anchors each, B = 2."""
+    return layout_of([(16, [6, 10, 11, 12], 0), (8, [2, 4, 5, 6], 0)], block_size=2)
+
+
+def a13_layout():
+    """Documents [3072, 256, 256, 256, 256], anchors at every multiple of 64, B = 16."""
+    documents = [(n, list(range(0, n, 64)), 0) for n in (3072, 256, 256, 256, 256)]
+    return layout_of(documents, block_size=16)
+
+
+def visible(layout, rows):
+    """bool[N, len(rows)]: the definition, one comparison per (block, row)."""
+    rows = np.asarray(rows)[None, :]
+    return (
+        (layout.document_starts[:, None] <= rows)
+        & (rows < layout.anchor_positions[:, None])
+        & layout.block_keep_mask[:, None]
+    )
+
+
+def random_plan(seed, cp_size):
+    """A plan that no strategy would make: random cuts, random owners, ranks without rows."""
+    layout, length = random_layout(seed)
+    rng = np.random.default_rng(seed + 1000)
+    cuts = np.sort(rng.integers(0, length + 1, rng.integers(0, 12)))
+    bounds = np.concatenate([[0], cuts, [length]])
+    owner = rng.integers(0, cp_size, bounds.size - 1)
+    missing = -layout.num_blocks % cp_size
+    padded = BlockLayout(
+        np.pad(layout.anchor_positions, (0, missing)),
+        np.pad(layout.document_starts, (0, missing)),
+        np.pad(layout.block_keep_mask, (0, missing)),
+        layout.block_size,
+    )
+    return ContextPlan(padded, bounds, owner, cp_size, "none")

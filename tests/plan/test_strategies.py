@@ -1,0 +1,208 @@
+import numpy as np
+import pytest
+
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.anchors import BlockLayout
+from megatron_splitkv.plan import build_plan
+from megatron_splitkv.plan.pricing import price_chunks
+from megatron_splitkv.plan.strategies import assign_lpt, equal_chunks, zigzag_chunks
+from tests.plan.layouts import a13_layout, fig5_layout, layout_of, random_layout
+
+STRATEGIES = ("none", "zigzag", "lpt", "balanced")
+
+
+def assign_lpt_naive(chunk_work, cp_size, chunks_per_rank):
+    """Section 4.2 read aloud, without a heap."""
+    left = list(range(len(chunk_work)))
+    load, count = [0] * cp_size, [0] * cp_size
+    owner = [-1] * len(chunk_work)
+    while left:
+        chunk = max(left, key=lambda j: (chunk_work[j], -j))
+        free = [p for p in range(cp_size) if count[p] < chunks_per_rank]
+        rank = min(free, key=lambda p: (load[p], p))
+        owner[chunk] = rank
+        load[rank] += chunk_work[chunk]
+        count[rank] += 1
+        left.remove(chunk)
+    return owner
+
+
+def test_fig5_zigzag():
+    layout, length = fig5_layout()
+    plan = build_plan(layout, length, 4, strategy="zigzag")
+    assert plan.context_work.tolist() == [24, 24, 30, 34]
+    assert plan.work.tolist() == [32, 32, 38, 42]
+    assert round(1 + plan.imbalance, 3) == 1.167
+
+
+def test_fig5_lpt():
+    layout, length = fig5_layout()
+    plan = build_plan(layout, length, 4, strategy="lpt", chunks_per_rank=3)
+    assert plan.chunk_work.tolist() == [16, 16, 16, 12, 12, 6, 0, 0, 16, 12, 6, 0]
+    assert plan.context_work.tolist() == [28, 28, 28, 28]
+    assert plan.work.tolist() == [36, 36, 36, 36]
+    assert plan.imbalance == 0.0
+
+
+def test_a13_contiguous_rows_are_uneven():
+    layout, length = a13_layout()
+    plan = build_plan(layout, length, 4, strategy="none", chunks_per_rank=4)
+    assert plan.context_work.sum() == 1_179_648
+    assert plan.context_work.tolist() == [647168, 385024, 122880, 24576]
+    assert round(plan.context_work.max() / plan.context_work.mean(), 3) == 2.194
+    assert round(1 + plan.imbalance, 3) == 2.178  # own blocks included
+
+
+def test_a13_zigzag_blind_to_documents_is_uneven():
+    """The neighbour's layout: 2P chunks of the pack. Per document, as here, it is even."""
+    layout, length = a13_layout()
+    blind = price_chunks(layout, equal_chunks(length, 8))
+    mirrored = blind[:4] + blind[:3:-1]
+    assert mirrored.max() / mirrored.mean() == 1.25
+    assert build_plan(layout, length, 4, strategy="zigzag").imbalance == 0.0
+
+
+def test_a13_lpt_with_chunks_of_256():
+    """1.062 needs more than J chunks on a rank; the paper's cap of J = 4 yields 1.083."""
+    layout, length = a13_layout()
+    plan = build_plan(layout, length, 4, strategy="lpt", chunks_per_rank=4)
+    assert plan.context_work.tolist() == [319488, 303104, 286720, 270336]
+    assert round(plan.context_work.max() / plan.context_work.mean(), 4) == 1.0833
+    assert round(1 + plan.imbalance, 4) == 1.0822
+    uncapped = assign_lpt(plan.chunk_work, 4, chunks_per_rank=16)
+    load = np.bincount(uncapped, weights=plan.chunk_work)
+    assert load.max() / load.mean() == 1.0625
+    assert np.bincount(uncapped).max() > 4
+
+
+@pytest.mark.parametrize("strategy", ["lpt", "balanced"])
+def test_a13_default_chunks_are_balanced(strategy):
+    layout, length = a13_layout()
+    plan = build_plan(layout, length, 4, strategy=strategy)
+    assert plan.context_work.max() / plan.context_work.mean() <= 1.07
+    assert 1 + plan.imbalance <= 1.07
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a13_every_rank_computes_the_same_plan(strategy):
+    layout, length = a13_layout()
+    assert len({build_plan(layout, length, 4, strategy=strategy).digest for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lpt_equals_naive_with_ties(seed):
+    rng = np.random.default_rng(seed)
+    cp_size, per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+    work = rng.integers(0, 6, cp_size * per_rank)  # small range: many ties
+    owner = assign_lpt(work, cp_size, per_rank)
+    assert owner.tolist() == assign_lpt_naive(work.tolist(), cp_size, per_rank)
+    assert np.bincount(owner, minlength=cp_size).tolist() == [per_rank] * cp_size
+
+
+def test_lpt_compares_loads_beyond_float64():
+    """Loads that differ by one pair at 2^60 are still told apart."""
+    big = 2**60
+    work = np.array([big + 1, big, 1, 0], dtype=np.int64)
+    assert assign_lpt(work, 2, 2).tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 7, 16])
+def test_every_row_is_owned_once(strategy, cp_size):
+    for seed in range(8):
+        layout, length = random_layout(seed)
+        plan = build_plan(layout, length, cp_size, strategy=strategy)
+        rows = np.concatenate([plan.rows(rank) for rank in range(cp_size)])
+        np.testing.assert_array_equal(np.sort(rows), np.arange(length))
+        blocks = np.concatenate([plan.blocks(rank) for rank in range(cp_size)])
+        np.testing.assert_array_equal(blocks, np.arange(plan.layout.num_blocks))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_a8_documents_that_cp_does_not_divide(strategy, cp_size):
+    layout, length = layout_of([(7, [3, 5], 0), (5, [2, 3], 0), (2, [1], 1)], block_size=4)
+    plan = build_plan(layout, length, cp_size, strategy=strategy)
+    rows = np.concatenate([plan.rows(rank) for rank in range(cp_size)])
+    assert sorted(rows.tolist()) == list(range(14))
+    assert plan.context_work.sum() == 4 * (3 + 5 + 2 + 3 + 1)
+
+
+def test_zigzag_of_documents_of_any_length():
+    bounds, owner = zigzag_chunks(np.array([0, 7, 8, 24]), 2)
+    assert bounds.tolist() == [0, 1, 3, 5, 7, 7, 7, 7, 8, 12, 16, 20, 24]
+    assert owner.tolist() == [0, 1, 1, 0] * 3
+
+
+def test_zigzag_cuts_documents_without_anchors_and_tail_rows():
+    layout, length = layout_of([(8, [4], 0), (8, [], 1), (8, [2], 0)], block_size=2)
+    plan = build_plan(layout, length + 4, 2, strategy="zigzag")
+    assert plan.rows(0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 18, 25, 26, 27]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_context_shorter_than_the_group(strategy):
+    layout, length = layout_of([(3, [1, 2], 0)], block_size=2)
+    plan = build_plan(layout, length, 8, strategy=strategy, chunks_per_rank=2)
+    assert sorted(np.concatenate([plan.rows(rank) for rank in range(8)]).tolist()) == [0, 1, 2]
+    assert plan.layout.num_blocks == 8
+    assert plan.context_work.sum() == 2 * (1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "cp_size", "expected"),
+    [(0, 4, 1), (511, 4, 1), (1024, 4, 2), (4096, 4, 8), (16_383, 4, 31), (2**20, 8, 32)],
+)
+def test_default_chunks_are_one_kernel_tile_or_longer(length, cp_size, expected):
+    layout = BlockLayout([], [], [], 16)
+    plan = build_plan(layout, length, cp_size, strategy="lpt")
+    assert plan.chunk_owner.size == cp_size * expected
+
+
+@pytest.mark.parametrize("strategy", ["lpt", "none"])
+def test_every_rank_receives_the_same_number_of_chunks(strategy):
+    for seed in range(10):
+        layout, length = random_layout(seed)
+        plan = build_plan(layout, length, 3, strategy=strategy, chunks_per_rank=5)
+        assert np.bincount(plan.chunk_owner, minlength=3).tolist() == [5, 5, 5]
+
+
+def test_papers_workload_is_balanced():
+    """4 documents of 256k, 1:3, 512 anchors each: below the paper's 0.38 % at any P."""
+    rng = np.random.default_rng(0)
+    length = 2**18
+    documents = [
+        (length, np.sort(rng.choice(np.arange(length // 4, length), 512, False)).tolist(), 0)
+        for _ in range(4)
+    ]
+    layout, total = layout_of(documents, block_size=16)
+    for cp_size in (8, 16, 32, 64):
+        assert build_plan(layout, total, cp_size, strategy="lpt").imbalance < 0.0038
+        assert build_plan(layout, total, cp_size, strategy="zigzag").imbalance > 0.02
+        assert build_plan(layout, total, cp_size, strategy="none").imbalance > 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "ltp"}, r"'ltp' is not known; choose one of: none, zigzag, lpt, balanced"),
+        ({"cp_size": 0}, "cp_size 0 must be at least 1"),
+        ({"context_length": -1}, "context_length -1"),
+        ({"chunks_per_rank": 0}, "chunks_per_rank 0 must be at least 1"),
+        ({"context_length": 20}, "beyond the context of 20 rows"),
+        ({"context_length": 10}, "document starts at 16, beyond the context of 10 rows"),
+    ],
+)
+def test_bad_input(arguments, message):
+    layout, length = fig5_layout()
+    call = {"context_length": length, "cp_size": 4, "strategy": "lpt"} | arguments
+    with pytest.raises(ConfigError, match=message):
+        build_plan(layout, **call)
+
+
+def test_anchor_of_another_document_is_refused():
+    layout = BlockLayout([6, 12], [0, 0], [True, True], 2)
+    build_plan(layout, 16, 2)
+    layout = BlockLayout([6, 12, 9], [0, 0, 8], [True, True, True], 2)
+    with pytest.raises(ConfigError, match="anchor 12 does not lie in the document"):
+        build_plan(layout, 16, 2)

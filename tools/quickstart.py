@@ -1,0 +1,243 @@
+"""The whole way on one machine: prepare, train, export, evaluate, and a report to look at.
+
+    python tools/quickstart.py [--target tiny|smollm2] [--minutes N] [--output runs/quickstart]
+
+Every stage is a command that a user would type; it is printed before it runs. A stage that has
+finished with the same command is not run again, so an interrupted run goes on where it stopped.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# Frugal enough for a laptop: kernels of two ranks share two cores.
+RANKS = 2
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*?drafter loss: ([\d.E+-]+)")
+console = Console()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a target's drafter is trained in a quick start.
+
+    Args:
+        train_arguments: Megatron's and ours, beside those that every recipe shares.
+        iterations: training steps by minutes of the whole run.
+        accept_len: what the trained drafter must reach, or None if the target decides.
+    """
+
+    train_arguments: dict[str, Any]
+    iterations_per_minute: float
+    accept_len: float | None
+
+
+RECIPES = {
+    "tiny": Recipe(
+        {
+            "--num-layers": 2,
+            "--num-attention-heads": 4,
+            "--num-query-groups": 2,
+            "--kv-channels": 24,
+            "--ffn-hidden-size": 288,
+            "--block-size": 8,
+            "--num-anchors": 24,
+            "--loss-decay-gamma": 4,
+            "--seq-length": 2048,
+            "--lr": 1.5e-3,
+            "--weight-decay": 0,
+        },
+        iterations_per_minute=70,
+        accept_len=4.0,
+    ),
+    "smollm2": Recipe(
+        {
+            "--num-layers": 2,
+            "--num-attention-heads": 9,
+            "--num-query-groups": 3,
+            "--kv-channels": 64,
+            "--ffn-hidden-size": 1536,
+            "--block-size": 8,
+            "--num-anchors": 16,
+            "--loss-decay-gamma": 4,
+            "--seq-length": 1152,
+            "--lr": 1.5e-3,
+            "--weight-decay": 0.01,
+        },
+        iterations_per_minute=15,
+        accept_len=None,
+    ),
+}
+
+
+class Stages:
+    """Runs the stages of one output folder and remembers which are finished."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.file = output / "stages.json"
+        self.done: dict[str, dict[str, Any]] = (
+            json.loads(self.file.read_text()) if self.file.exists() else {}
+        )
+        self.key = ""
+
+    def run(self, name: str, command: list[str], *, threads: int, watch: bool = False) -> None:
+        """Run a command as a stage, or skip it if it finished before with the same history.
+
+        Raises:
+            SystemExit: the command failed; its exit code is passed on.
+        """
+        content = self.key + json.dumps([name, command])
+        self.key = hashlib.sha256(content.encode()).hexdigest()
+        shown = ["splitkv" if part == "megatron_splitkv" else part for part in command]
+        console.rule(f"[bold]{name}")
+        console.print(shlex.join(shown).replace(sys.executable, "python"), style="dim")
+        if self.done.get(name, {}).get("key") == self.key:
+            console.print("finished before; not run again (--fresh starts anew)")
+            return
+        env = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        start = time.perf_counter()
+        code = watch_training(command, env, self.output) if watch else call(command, env)
+        if code:
+            console.print(f"[red]{name} failed with exit code {code}")
+            sys.exit(code)
+        self.done[name] = {"key": self.key, "seconds": round(time.perf_counter() - start, 1)}
+        aside = self.file.with_suffix(".partial")
+        aside.write_text(json.dumps(self.done, indent=1))
+        aside.replace(self.file)
+
+
+def call(command: list[str], env: dict[str, str]) -> int:
+    """Run a command that shows its own progress."""
+    return subprocess.run(command, env=env, check=False).returncode
+
+
+def watch_training(command: list[str], env: dict[str, str], output: Path) -> int:
+    """Run the training job with its log in a file and a progress bar on the screen."""
+    log = output / "train.log"
+    console.print(f"log: {log}", style="dim")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job,
+        Progress(*columns, console=console) as progress,
+    ):
+        bar = progress.add_task("starting", total=None)
+        assert job.stdout is not None
+        for line in job.stdout:
+            file.write(line)
+            file.flush()
+            if match := ITERATION.search(line):
+                step, total, loss = int(match[1]), int(match[2]), float(match[3])
+                progress.update(bar, completed=step, total=total, description=f"loss {loss:.3f}")
+    if job.returncode:
+        console.print("".join(log.read_text().splitlines(keepends=True)[-25:]), markup=False)
+    return job.returncode
+
+
+def training_command(args: argparse.Namespace, data: Path, checkpoints: Path) -> list[str]:
+    """The torchrun line of this run."""
+    recipe = RECIPES[args.target]
+    steps = args.train_iters or max(20, int(recipe.iterations_per_minute * args.minutes))
+    options = {
+        "--context-parallel-size": RANKS,
+        "--cp-comm-type": "splitkv",
+        "--feature-store": data / "train",
+        "--valid-feature-store": data / "valid",
+        **recipe.train_arguments,
+        "--global-batch-size": 1,
+        "--train-iters": steps,
+        "--log-interval": max(1, steps // 50),
+        "--eval-interval": max(1, steps // 4),
+        "--save-interval": max(1, steps // 2),
+        "--seed": args.seed,
+        "--save": checkpoints,
+        "--load": checkpoints,
+    }
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
+    arguments = [str(part) for pair in options.items() for part in pair]
+    module = ["-m", "megatron_splitkv.pretrain_dflash", "--calculate-per-token-loss"]
+    return [sys.executable, "-m", *torchrun_module(launcher), *module, *arguments]
+
+
+def torchrun_module(launcher: list[str]) -> list[str]:
+    """`torchrun` as a module, so that it is the environment's own."""
+    return ["torch.distributed.run", *launcher[1:]]
+
+
+def write_report(args: argparse.Namespace, stages: Stages, data: Path) -> dict[str, Any]:
+    """Merge what the stages found into `report.json` and draw the curves and the plan."""
+    from megatron_splitkv.evaluate.training_log import read_training_log
+
+    report = json.loads((args.output / "evaluation.json").read_text())
+    log = read_training_log(args.output / "checkpoints" / "tensorboard")
+    report["imbalance"] = log.last("plan imbalance")
+    report["bytes_per_layer"] = log.last("bytes per layer")
+    report["train_loss"] = log.values("drafter loss")
+    report["seconds"] = {name: stage["seconds"] for name, stage in stages.done.items()}
+    aside = args.output / "report.json.partial"
+    aside.write_text(json.dumps(report, indent=1))
+    aside.replace(args.output / "report.json")
+    return report
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=sorted(RECIPES), default="tiny")
+    parser.add_argument("--minutes", type=float, default=10, help="budget of the run (default 10)")
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--train-iters", type=int, help="steps, instead of those of the minutes")
+    parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    if args.fresh:
+        shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    data, checkpoints, drafter = (args.output / n for n in ("data", "checkpoints", "drafter"))
+    splitkv = [sys.executable, "-m", "megatron_splitkv"]
+    stages = Stages(args.output)
+
+    prepare = ["prepare", "--target", args.target, "--output", str(data), "--overwrite"]
+    prepare += ["--minutes", str(args.minutes), "--seed", str(args.seed)]
+    stages.run("prepare", [*splitkv, *prepare], threads=RANKS)
+    stages.run("train", training_command(args, data, checkpoints), threads=1, watch=True)
+    export = ["export", "--load", str(checkpoints), "--output", str(drafter)]
+    stages.run("export", [*splitkv, *export], threads=1)
+    evaluate = ["evaluate", "--drafter", str(drafter), "--target", str(data / "target")]
+    evaluate += ["--prompts", str(data / "prompts.jsonl")]
+    evaluate += ["--output", str(args.output / "evaluation.json")]
+    stages.run("evaluate", [*splitkv, *evaluate], threads=RANKS)
+    write_report(args, stages, data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
