@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def skip_missing_dataset_helpers() -> bool:
     return True
 
 
+def leave_out_gpt_estimates() -> None:
+    """Stop Megatron from printing a GPT's parameter and memory estimates for a drafter."""
+    training = importlib.import_module("megatron.training.training")
+    setattr(training, "report_theoretical_memory", lambda *_, **__: None)  # noqa: B010
+
+
 def parse_args(
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
 ) -> argparse.Namespace:
@@ -134,7 +141,9 @@ def run_pretrain(
     argument_utils = importlib.import_module("megatron.training.argument_utils")
     enums = importlib.import_module("megatron.core.enums")
     # A container with a model configuration would be built instead of the provider's model.
-    container = argument_utils.pretrain_cfg_container_from_args(args, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it recommends one
+        container = argument_utils.pretrain_cfg_container_from_args(args, None)
     arguments = {
         "cfg_container": container,
         "train_valid_test_dataset_provider": datasets_provider,

@@ -143,6 +143,7 @@ class _Patches:
 
 
 _mode: _CudaAsCpu | None = None
+_covers_training = False
 _patches = _Patches()
 
 
@@ -220,8 +221,9 @@ def _patch_megatron_training() -> None:
         "initialize_megatron",
         functools.partial(training.initialize_megatron, allow_no_cuda=True),
     )
-    # It compiles fused CUDA kernels ahead of time: minutes of a CPU's time for nothing.
+    # It warms up fused CUDA kernels: on a CPU it would compile them all for nothing.
     _patches.replace(training, "set_jit_fusion_options", _nothing)
+    _patches.replace(training, "report_memory", _nothing)  # of a device that has none
 
 
 def cpu_mode_enabled() -> bool:
@@ -239,7 +241,7 @@ def enable_cpu_mode() -> bool:
     Returns:
         Whether the mode is in force: False where CUDA is available, and nothing was changed.
     """
-    global _mode
+    global _mode, _covers_training
     if torch.cuda.is_available():
         return False
     if _mode is None:
@@ -252,20 +254,20 @@ def enable_cpu_mode() -> bool:
         _patch_megatron_core(cuda_generator)
         mode.__enter__()
         _mode = mode
-    training = sys.modules.get("megatron.training.training")
-    if training is not None and not isinstance(training.initialize_megatron, functools.partial):
+    if not _covers_training and "megatron.training.training" in sys.modules:
         _patch_megatron_training()
+        _covers_training = True
     return True
 
 
 def disable_cpu_mode() -> None:
     """Undo `enable_cpu_mode`: put every replaced attribute back, if any was replaced."""
-    global _mode
+    global _mode, _covers_training
     if _mode is None:
         return
     _mode.__exit__(None, None, None)
     _patches.undo()
-    _mode = None
+    _mode, _covers_training = None, False
 
 
 @contextlib.contextmanager

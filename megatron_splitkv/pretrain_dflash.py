@@ -10,28 +10,25 @@ machine without a GPU the same command trains on the CPU with gloo.
 """
 
 from megatron_splitkv import compat
-from megatron_splitkv.train.launch import exit_on_config_error
+from megatron_splitkv.train.launch import exit_on_config_error, quiet_imports
 
 
 def main() -> None:
     """Parse, check, train."""
     with exit_on_config_error():
-        compat.check_environment()
-        # Megatron is imported only now: its absence is a line, not a traceback.
-        from megatron_splitkv.train.forward_step import ForwardStep
-        from megatron_splitkv.train.providers import (
-            DatasetsProvider,
-            ModelProvider,
-            training_device,
-        )
-        from megatron_splitkv.train.setup import prepare_training
+        with quiet_imports():
+            compat.check_environment()
+            # Megatron is imported only now: if it is missing, a line says so.
+            from megatron_splitkv.train.forward_step import ForwardStep
+            from megatron_splitkv.train.providers import DatasetsProvider, ModelProvider
+            from megatron_splitkv.train.setup import prepare_training
 
         setup = prepare_training()
         compat.run_pretrain(
             setup.args,
             datasets_provider=DatasetsProvider(setup),
             model_provider=ModelProvider(setup),
-            forward_step=ForwardStep(training_device()),
+            forward_step=ForwardStep(),
         )
 
 

@@ -37,11 +37,13 @@ class Recipe:
         train_arguments: Megatron's and ours, beside those that every recipe shares.
         iterations: training steps by minutes of the whole run.
         accept_len: what the trained drafter must reach, or None if the target decides.
+        must_beat: controls that the trained drafter must be clearly ahead of.
     """
 
     train_arguments: dict[str, Any]
     iterations_per_minute: float
     accept_len: float | None
+    must_beat: tuple[str, ...]
 
 
 RECIPES = {
@@ -61,6 +63,7 @@ RECIPES = {
         },
         iterations_per_minute=70,
         accept_len=4.0,
+        must_beat=("untrained", "no_context", "ngram"),
     ),
     "smollm2": Recipe(
         {
@@ -78,6 +81,7 @@ RECIPES = {
         },
         iterations_per_minute=15,
         accept_len=None,
+        must_beat=("untrained", "no_context"),
     ),
 }
 
@@ -190,19 +194,99 @@ def torchrun_module(launcher: list[str]) -> list[str]:
 
 
 def write_report(args: argparse.Namespace, stages: Stages, data: Path) -> dict[str, Any]:
-    """Merge what the stages found into `report.json` and draw the curves and the plan."""
-    from megatron_splitkv.evaluate.training_log import read_training_log
+    """Merge what the stages found into `report.json`; draw the curves and a plan of the run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    from megatron_splitkv.evaluate.plots import Curve, TrainingCurves, draw_training
+    from megatron_splitkv.evaluate.report import write_report as write_json
+
+    events = EventAccumulator(str(args.output / "checkpoints" / "tensorboard"))
+    events.Reload()
+
+    def curve(tag: str) -> Curve:
+        scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+        return Curve([s.step for s in scalars], [s.value for s in scalars])
+
+    draw_training(
+        TrainingCurves(
+            curve("drafter loss"),
+            curve("drafter loss validation"),
+            curve("accept_len"),
+            curve("accept_len validation"),
+        ),
+        args.output / "training.png",
+    )
+    draw_first_pack(args, data)
     report = json.loads((args.output / "evaluation.json").read_text())
-    log = read_training_log(args.output / "checkpoints" / "tensorboard")
-    report["imbalance"] = log.last("plan imbalance")
-    report["bytes_per_layer"] = log.last("bytes per layer")
-    report["train_loss"] = log.values("drafter loss")
-    report["seconds"] = {name: stage["seconds"] for name, stage in stages.done.items()}
-    aside = args.output / "report.json.partial"
-    aside.write_text(json.dumps(report, indent=1))
-    aside.replace(args.output / "report.json")
+    imbalance = curve("plan imbalance").values
+    report |= {
+        "imbalance": sum(imbalance) / len(imbalance),
+        "bytes_per_layer": curve("bytes per layer").values[-1],
+        "train_loss": curve("drafter loss").values,
+        "seconds": {name: stage["seconds"] for name, stage in stages.done.items()},
+    }
+    write_json(report, args.output / "report.json")
     return report
+
+
+def draw_first_pack(args: argparse.Namespace, data: Path) -> None:
+    """Draw the plan of the run's first training pack."""
+    from megatron_splitkv.data.anchors import select_anchors
+    from megatron_splitkv.data.packing import PackedEpochs, read_pack
+    from megatron_splitkv.data.store import FeatureStore
+    from megatron_splitkv.plan import build_plan
+    from megatron_splitkv.plan.draw import draw_plan
+
+    options = RECIPES[args.target].train_arguments
+    store = FeatureStore(data / "train")
+    packing = PackedEpochs(store.lengths, options["--seq-length"], args.seed)
+    pack = read_pack(store, packing.pack_documents(0))
+    layout = select_anchors(
+        pack.loss_mask,
+        pack.cu_seqlens,
+        num_anchors=options["--num-anchors"],
+        block_size=options["--block-size"],
+        seed=args.seed,
+        step=0,
+        sample_ids=pack.document_ids,
+    )
+    draw_plan(build_plan(layout, int(pack.cu_seqlens[-1]), RANKS), args.output / "plan.png")
+
+
+def verdict(report: dict[str, Any], recipe: Recipe) -> list[str]:
+    """What the run should have shown and did not, one sentence each."""
+    missed = []
+    if not report["greedy_equal"]:
+        missed.append("the decoded text differs from plain greedy decoding")
+    trained = report["accept_len"]["trained"]
+    if recipe.accept_len is not None and trained < recipe.accept_len:
+        missed.append(f"the acceptance length is {trained:.2f}, expected {recipe.accept_len}")
+    for control in recipe.must_beat:
+        spread = report["differences"][control]["interval"]
+        if spread is None or spread[0] <= 0:
+            missed.append(f"the trained drafter is not clearly ahead of {control}")
+    return missed
+
+
+def print_files(output: Path, report: dict[str, Any]) -> None:
+    """Where everything is, and the numbers that the table does not show."""
+    console.rule("[bold]result")
+    console.print(
+        f"plan imbalance {100 * report['imbalance']:.2f} %, "
+        f"{report['bytes_per_layer']:,.0f} bytes sent by a rank per layer and step, whatever the "
+        f"context length"
+    )
+    seconds = ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
+    console.print(f"seconds: {seconds}, together {sum(report['seconds'].values()):.0f}")
+    for name, what in (
+        ("report.json", "all numbers"),
+        ("plan.png", "who owns which context chunk, work per rank"),
+        ("training.png", "loss and simulated acceptance length"),
+        ("acceptance.png", "acceptance lengths, by method and by slot"),
+        ("drafter", "the exported drafter (z-lab layout)"),
+        ("checkpoints/tensorboard", "tensorboard --logdir"),
+    ):
+        console.print(f"  {output / name}  [dim]{what}[/dim]", highlight=False, soft_wrap=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -229,14 +313,19 @@ def main() -> int:
     prepare += ["--minutes", str(args.minutes), "--seed", str(args.seed)]
     stages.run("prepare", [*splitkv, *prepare], threads=RANKS)
     stages.run("train", training_command(args, data, checkpoints), threads=1, watch=True)
-    export = ["export", "--load", str(checkpoints), "--output", str(drafter)]
+    export = ["export", "--checkpoint", str(checkpoints), "--output", str(drafter)]
     stages.run("export", [*splitkv, *export], threads=1)
     evaluate = ["evaluate", "--drafter", str(drafter), "--target", str(data / "target")]
     evaluate += ["--prompts", str(data / "prompts.jsonl")]
     evaluate += ["--output", str(args.output / "evaluation.json")]
+    evaluate += ["--plot", str(args.output / "acceptance.png")]
     stages.run("evaluate", [*splitkv, *evaluate], threads=RANKS)
-    write_report(args, stages, data)
-    return 0
+    report = write_report(args, stages, data)
+    print_files(args.output, report)
+    missed = verdict(report, RECIPES[args.target])
+    for sentence in missed:
+        console.print(f"[bold red]not as it should be: {sentence}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

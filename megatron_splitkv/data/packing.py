@@ -16,7 +16,7 @@ import torch
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.store import FeatureStore
 
-# Long enough that packs fill well, short enough that an epoch stays close to its shuffle.
+# First fit looks for room among this many documents' packs: enough that packs fill well.
 _WINDOW = 1024
 
 
@@ -38,9 +38,11 @@ class Pack:
 class PackedEpochs:
     """Documents packed to a token budget, every document exactly once in each epoch.
 
-    Each epoch shuffles the documents by (seed, epoch), packs them first-fit-decreasing inside
-    windows of the shuffled order, and shuffles the packs. Epochs may differ in their number of
-    packs; item indices run through them without end.
+    Each epoch shuffles the documents by (seed, epoch), packs them first-fit in that order, window
+    by window, and shuffles the packs. (First-fit-decreasing would fill a little better, but gives
+    packs of equally long documents: some steps would see a few long ones, others dozens of short
+    ones with as many times the anchors.) Epochs may differ in their number of packs; item indices
+    run through them without end.
 
     Args:
         lengths: int64 ``[num_documents]``, tokens of each document.
@@ -69,7 +71,7 @@ class PackedEpochs:
         self._first_item = [0]
 
     def pack_documents(self, item_index: int) -> np.ndarray:
-        """Document ids of one item, int64 ``[D]``, in the order of the epoch's shuffle."""
+        """Document ids of one item, int64 ``[D]``, in the pack's order."""
         while self._first_item[-1] <= item_index:
             epoch = len(self._first_item) - 1
             self._first_item.append(self._first_item[-1] + self.num_packs(epoch))
@@ -92,18 +94,17 @@ class PackedEpochs:
         order = rng.permutation(self.lengths.size)
         packs: list[np.ndarray] = []
         for start in range(0, order.size, _WINDOW):
-            packs += self._pack_window(order[start : start + _WINDOW])
+            packs += self._pack_window(order[start : start + _WINDOW], rng)
         return [packs[i] for i in rng.permutation(len(packs))]
 
-    def _pack_window(self, documents: np.ndarray) -> list[np.ndarray]:
-        lengths = self.lengths[documents]
+    def _pack_window(self, documents: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         room = np.full(documents.size, self.seq_length, dtype=np.int64)
         pack_of = np.empty(documents.size, dtype=np.int64)
-        for i in np.argsort(-lengths, kind="stable"):
-            pack_of[i] = np.argmax(room >= lengths[i])
-            room[pack_of[i]] -= lengths[i]
-        # Stable: inside a pack the shuffle's order stays, so that no place prefers long documents.
-        by_pack = np.argsort(pack_of, kind="stable")
+        for i, length in enumerate(self.lengths[documents]):
+            pack_of[i] = np.argmax(room >= length)
+            room[pack_of[i]] -= length
+        # Documents that fill a gap are short and come late; no place in a pack shall prefer them.
+        by_pack = np.lexsort((rng.random(documents.size), pack_of))
         bounds = np.flatnonzero(np.diff(pack_of[by_pack])) + 1
         return np.split(documents[by_pack], bounds)
 

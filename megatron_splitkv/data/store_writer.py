@@ -1,5 +1,6 @@
 """Writing a feature store so that a crash at any moment leaves no half of one."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,6 @@ from megatron_splitkv.data.shard import (
     PARTIAL_SUFFIX,
     Document,
     ShardEntry,
-    file_sha256,
     publish,
     write_shard,
 )
@@ -111,15 +111,15 @@ class FeatureStoreWriter:
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shape:
                 raise ConfigError(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
+        content = safetensors.torch.save(tensors)
         path = self.path / FROZEN_FILE
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        safetensors.torch.save_file(tensors, partial)
-        with open(partial, "r+b") as file:
+        with open(path.with_name(path.name + PARTIAL_SUFFIX), "wb") as file:
+            file.write(content)
             publish(file, path)
         self._frozen = {
             "file": FROZEN_FILE,
-            "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
         }
 
     def close(self) -> None:

@@ -103,3 +103,20 @@ def _parse_line(path: Path, number: int, line: str) -> str | Conversation:
             f"{path} line {number} is broken ({error!r}); a line is a JSON object with 'text' or "
             "'conversations'"
         ) from error
+
+
+def files_as_text(paths: Sequence[str | Path]) -> list[TextFile]:
+    """A user's plain text files, the last 1/32 of each held out.
+
+    Raises:
+        ConfigError: a file that cannot be read, or too little text.
+    """
+    files: list[TextFile] = []
+    for path in map(Path, paths):
+        for number, sample in enumerate(read_samples([path])):
+            if not isinstance(sample, str):
+                raise ConfigError(f"{path} holds conversations; this target reads plain text")
+            cut = len(sample) - len(sample) // _HELD_OUT_ONE_IN
+            files.append(TextFile(f"{path}:{number}", sample[:cut], held_out=False))
+            files.append(TextFile(f"{path}:{number}", sample[cut:], held_out=True))
+    return files

@@ -6,7 +6,7 @@ batch dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import tensor_parallel
@@ -149,17 +149,9 @@ class DFlashAttention(Attention):
             merged = attend(*projected)  # [Q, 1, n_q * hd]
         return self.linear_proj(merged)
 
-    def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project without rotary embedding; Megatron's interface, not on the way of `forward`.
-
-        Shape:
-            ``[Q, 1, n_q, hd]``, ``[S, 1, n_kv, hd]`` twice.
-        """
-        query = self.q_layernorm(self._heads(self.linear_q(hidden_states)[0]))
-        key, value = self._heads(self.linear_kv(key_value_states)[0], 2).chunk(2, dim=-1)
-        return query, self.k_layernorm(key), value
+    def get_query_key_value_tensors(self, *_: Any, **__: Any) -> NoReturn:
+        """Megatron's hook for one key and one value tensor, which this attention never makes."""
+        raise NotImplementedError("context and block rows are projected apart, see forward")
 
     def _project_query(self, hidden_states: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         query = self._heads(self.linear_q(hidden_states)[0])  # [Q, 1, n_q, hd]

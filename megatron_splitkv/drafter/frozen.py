@@ -24,6 +24,9 @@ class FrozenVocabulary(torch.nn.Module):
         ``embedding_weight``, ``head_weight`` ``[V, d]``.
     """
 
+    embedding_weight: torch.Tensor
+    untied_head_weight: torch.Tensor | None
+
     def __init__(
         self,
         embedding_weight: torch.Tensor,
@@ -41,7 +44,9 @@ class FrozenVocabulary(torch.nn.Module):
         self.vocab_start = rank * vocab_size // size
         local = slice(self.vocab_start, (rank + 1) * vocab_size // size)
         self._register("embedding_weight", embedding_weight[local], dtype)
-        self._register("untied_head_weight", None if head_weight is None else head_weight[local], dtype)
+        self._register(
+            "untied_head_weight", None if head_weight is None else head_weight[local], dtype
+        )
 
     def _register(self, name: str, shard: torch.Tensor | None, dtype: torch.dtype) -> None:
         copy = None if shard is None else shard.detach().to(dtype, copy=True)

@@ -40,7 +40,8 @@ def initialize_weights(
         method = output_layer_init_method if name.endswith(_INTO_RESIDUAL) else init_method
         is_split = getattr(parameter, "tensor_model_parallel", False)
         size = group_size(tp_group) if is_split else 1
-        axis, stride = (parameter.partition_dim, parameter.partition_stride) if is_split else (0, 1)
+        axis = getattr(parameter, "partition_dim", 0) if is_split else 0
+        stride = getattr(parameter, "partition_stride", 1) if is_split else 1
         shape = list(parameter.shape)
         shape[axis] *= size
         whole = torch.empty(shape, dtype=torch.float32)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron_splitkv.attention import SplitKVPackedSeqParams
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.drafter.feature_projection import FeatureProjection
 from megatron_splitkv.drafter.frozen import FrozenVocabulary
 from megatron_splitkv.drafter.initialization import initialize_weights
 from megatron_splitkv.drafter.rope import rotary_cos_sin
@@ -79,8 +79,8 @@ class DFlashModel(MegatronModule):
         self.tp_group = self.pg_collection.tp
         self.cp_group = self.pg_collection.cp
 
-        # Transformer Engine's linear cannot gather its output, so this one is Megatron's own.
-        self.fc = ColumnParallelLinear(
+        # Megatron's linear with any backend: Transformer Engine's cannot gather its output.
+        self.fc = FeatureProjection(
             dflash.feature_width,
             config.hidden_size,
             config=config,
@@ -177,9 +177,7 @@ class DFlashModel(MegatronModule):
             hidden_states=blocks[:, None],
             attention_mask=None,
             context=context,
-            rotary_pos_emb=rotary_cos_sin(
-                positions, self.dflash.head_dim, self.dflash.rope_theta
-            ),
+            rotary_pos_emb=rotary_cos_sin(positions, self.dflash.head_dim, self.dflash.rope_theta),
             packed_seq_params=SplitKVPackedSeqParams(plan=plan),
         )
         return hidden[:, 0]

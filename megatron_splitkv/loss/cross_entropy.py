@@ -1,7 +1,7 @@
 """Cross-entropy over a frozen output head, a few rows at a time, the vocabulary split over TP.
 
-The logits of all draft rows (``rows x V``) would be the largest tensor of the whole step by far. The
-head is frozen, so a row's gradient needs nothing but that row's logits: loss and gradient are taken
+The logits of all draft rows (``rows x V``) would be by far the largest tensor of a step. The head
+is frozen, so a row's gradient needs nothing but that row's logits: loss and gradient are taken
 chunk by chunk while the logits exist, and only the gradient (``rows x d``) is kept.
 
 Shape legend: R rows of this rank, d hidden size, V_p rows of the head on this TP rank, c rows of a
@@ -77,6 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_grad = ctx.needs_input_grad[0]
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
 
+        # One wait of the host for the number of rows, against projecting padding and slots 0.
         # TP ranks hold the same rows, so they go through the same chunks and collectives.
         for rows in weights.nonzero().squeeze(1).split(chunk_rows):
             price = weights[rows].to(dtype)

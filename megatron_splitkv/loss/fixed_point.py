@@ -1,14 +1,14 @@
 """How a loss with fractional weights goes through Megatron's integer token count.
 
-With ``--calculate-per-token-loss`` Megatron divides the summed gradients by a summed token count, and
-keeps that count in an int32. The denominator of a drafter's loss is a sum of decay weights. So the
-count is fixed point: a pack of weight W counts as ``n = round(256 W)`` tokens, and its loss is scaled
-by ``n / W``, not by 256, so that rounding cannot change the mean over a pack. What is left is
-that packs of one step weigh in their mean as n instead of 256 W: an error of at most ``1 / (512 W)``
-of a pack's share, the same at every context-parallel size.
+With ``--calculate-per-token-loss`` Megatron divides summed gradients by a summed token count, which
+it keeps in an int32. The denominator of a drafter's loss is a sum of decay weights. So the count is
+fixed point: a pack of weight W counts as ``n = round(256 W)`` tokens. Its loss is scaled by
+``n / W`` and not by 256, so that rounding cannot change the mean over a pack. What is left is that
+the packs of one step weigh n instead of 256 W in their mean: at most ``1 / (512 W)`` off, and the
+same at every context-parallel size.
 
-W is the pack's weight over all ranks of its CP group. One of them reports the count, because Megatron
-sums counts over ranks.
+W is the pack's weight over all ranks of its CP group. One of them reports the count, because
+Megatron sums counts over ranks.
 """
 
 from collections.abc import Mapping

@@ -189,7 +189,7 @@ def _decompose(
         middle = (lo + hi) // 2
         k1 = end[middle]
         levels.append(rectangles(middle, hi, k0, k1))
-        lo = np.stack([lo, middle + 1], axis=1).ravel()
+        lo = np.stack([lo, middle], axis=1).ravel()
         hi = np.stack([middle, hi], axis=1).ravel()
         k0 = np.stack([k0, k1], axis=1).ravel()
 

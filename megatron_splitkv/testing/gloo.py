@@ -1,7 +1,8 @@
 """A pool of gloo ranks on one machine that many tests share.
 
-Starting a rank costs an import of torch; a collective costs microseconds. So the ranks are started
-once and every test sends them a function to run.
+Starting a rank costs an import of torch; a collective costs microseconds. So torch is imported once
+in a server from which all ranks are forked, the ranks are started once, and every test sends them a
+function to run.
 """
 
 import atexit
@@ -38,6 +39,7 @@ class GlooPool:
         self.world_size = world_size
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call `fn(*args)` on every rank and wait for all of them.
@@ -73,10 +75,15 @@ class GlooPool:
             process.kill()
             process.join()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        store = tempfile.mktemp(prefix="splitkv-gloo-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._folder = tempfile.TemporaryDirectory(prefix="splitkv-gloo-")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             # Not daemonic: Megatron's checkpoint writer starts processes of its own.

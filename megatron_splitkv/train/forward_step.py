@@ -28,15 +28,14 @@ class ForwardStep:
     - ``drafter loss``: weighted cross-entropy.
     - ``accept_len``: tokens per draft step that verification would have yielded.
     - ``accuracy/slot k``: share of slots k that are right.
+    - ``trained tokens per pack``: supervised slots of a pack's blocks.
     - ``plan imbalance``: largest work of a rank over the mean, minus one.
     - ``bytes per layer``: what a rank sends in one layer, forward and backward.
 
-    Args:
-        device: where the model lives.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._meter = CommMeter()
         self._meter.__enter__()  # for as long as the process trains
         self._plans_compared = False
@@ -53,6 +52,7 @@ class ForwardStep:
         timers("batch-generator", log_level=2).start()
         batch, arrays = split_batch(next(data_iterator))
         plan = ContextPlan.from_arrays(arrays)
+        trained_tokens = int(batch["block_label_mask"].sum())  # before it moves: no device waits
         batch = {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
         timers("batch-generator").stop()
 
@@ -65,6 +65,7 @@ class ForwardStep:
         self._meter.records.clear()
         loss, num_tokens, report = model(batch, plan)
         report = {_log_name(name): pair for name, pair in report.items()}
+        report["trained tokens per pack"] = loss.new_tensor([trained_tokens, 1.0 / plan.cp_size])
         report["plan imbalance"] = loss.new_tensor([plan.imbalance, 1.0])
         report["bytes per layer"] = self._traffic(loss, drafter.dflash.num_layers)
         return loss, partial(_loss_outputs, num_tokens, report)

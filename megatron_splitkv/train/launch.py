@@ -1,17 +1,32 @@
 """How an entry point ends when its input was bad: one line, exit code 2, on every rank."""
 
 import contextlib
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_splitkv.config import ConfigError
 
 _MEETING_KEY = "megatron_splitkv/config_error"
 _MEETING_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """On a machine without a GPU, spare the reader Megatron's regrets that it has none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager

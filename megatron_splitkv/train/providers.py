@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec
@@ -123,8 +122,3 @@ class ModelProvider:
             pg_collection=pg_collection,
             init_seed=args.seed,
         )
-
-
-def training_device() -> torch.device:
-    """The device that Megatron trains on in this process."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -56,6 +56,7 @@ def prepare_training() -> TrainingSetup:
     args = compat.parse_args(add_arguments)
     enable_cpu_mode()
     compat.skip_missing_dataset_helpers()
+    compat.leave_out_gpt_estimates()
 
     check_arguments(args)
     store = open_store(args.feature_store, args.verify_feature_store)

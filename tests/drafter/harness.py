@@ -1,6 +1,6 @@
 """A tiny drafter, packs with every awkward property, and one training step on gloo ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.data.packing import Pack
 from megatron_splitkv.drafter import DFlashConfig
 from megatron_splitkv.plan import ContextPlan, build_plan
+from megatron_splitkv.testing import gloo_pool
 
 TINY = DFlashConfig(
     num_layers=2,
@@ -58,9 +59,19 @@ class Sample:
         )
 
 
+def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any:
+    """Results of `fn(*args)` on that many ranks; their first call imports Megatron, slowly."""
+    return gloo_pool(world_size).run(fn, *args, timeout=timeout)
+
+
 def make_sample(
-    lengths: Sequence[int], loss_mask: Any, *, anchors: Sequence[int] | None = None,
-    num_anchors: int = 3, strategy: str = "lpt", seed: int = 0,
+    lengths: Sequence[int],
+    loss_mask: Any,
+    *,
+    anchors: Sequence[int] | None = None,
+    num_anchors: int = 3,
+    strategy: str = "lpt",
+    seed: int = 0,
 ) -> Sample:
     """Random tokens and features; anchors are drawn unless given as packed positions."""
     generator = np.random.default_rng(seed)
@@ -74,7 +85,12 @@ def make_sample(
     )
     if anchors is None:
         layout = select_anchors(
-            mask, bounds, num_anchors=num_anchors, block_size=TINY.block_size, seed=seed, step=0,
+            mask,
+            bounds,
+            num_anchors=num_anchors,
+            block_size=TINY.block_size,
+            seed=seed,
+            step=0,
             sample_ids=np.arange(len(lengths)),
         )
     else:
@@ -128,9 +144,7 @@ def parallel_state(tp: int, cp: int) -> Iterator[None]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     with cpu_mode():
-        state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, context_parallel_size=cp
-        )
+        state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
         try:
             model_parallel_cuda_manual_seed(1234)
             yield
@@ -144,7 +158,7 @@ def frozen_target(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * 0.5
 
 
-def build_model(tp: int, cp: int, **overrides: Any) -> Any:
+def build_model(tp: int, cp: int, *, model_args: Any = None, **overrides: Any) -> Any:
     from megatron_splitkv.drafter import DFlashModel, get_dflash_layer_spec
 
     # What initial weights must not depend on.
@@ -159,35 +173,57 @@ def build_model(tp: int, cp: int, **overrides: Any) -> Any:
         **overrides,
     )
     embedding, head = frozen_target()
-    model = DFlashModel(
-        config, TINY, layer_spec=get_dflash_layer_spec("local"), embedding_weight=embedding,
-        head_weight=head,
-    )
-    return model.train()
+    arguments = {
+        "layer_spec": get_dflash_layer_spec("local"),
+        "embedding_weight": embedding,
+        "head_weight": head,
+        **(model_args or {}),
+    }
+    return DFlashModel(config, TINY, **arguments).train()
 
 
 def train_step(
-    samples: Sequence[Sample], tp: int, cp: int, overrides: Mapping[str, Any] | None = None,
+    samples: Sequence[Sample],
+    tp: int,
+    cp: int,
+    overrides: Mapping[str, Any] | None = None,
     overlap: bool = False,
 ) -> StepResult:
     """One step of Megatron's own schedule, DDP and gradient finalisation on this pool's ranks."""
     with parallel_state(tp, cp):
         model = build_model(tp, cp, **(overrides or {}))
-        return _run_schedule(model, samples, overlap)
+        return run_schedule(data_parallel(model, overlap), samples)
 
 
-def _run_schedule(model: Any, samples: Sequence[Sample], overlap: bool) -> StepResult:
-    from megatron.core import parallel_state as state
+def data_parallel(model: Any, overlap: bool = False) -> Any:
+    """The model as Megatron wraps it, with Megatron's gradient finalisation."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.transformer.module import Float16Module
+
+    if model.config.bf16:
+        model = Float16Module(model.config, model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
+    )
+    return DistributedDataParallel(model.config, ddp_config, model)
+
+
+def unwrapped(ddp: Any) -> Any:
+    """The drafter inside DDP, and inside the 16-bit wrapper if there is one."""
+    return getattr(ddp.module, "module", ddp.module)
+
+
+def run_schedule(ddp: Any, samples: Sequence[Sample]) -> StepResult:
+    """Forward and backward of a global batch; gradients stay in the model's buffers."""
+    from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
-    ddp = DistributedDataParallel(model.config, ddp_config, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    model = unwrapped(ddp)
     ddp.zero_grad_buffer()
 
     dp_rank, dp_size = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
@@ -218,7 +254,7 @@ def _run_schedule(model: Any, samples: Sequence[Sample], overlap: bool) -> StepR
         count=count,
         report={name: pair.tolist() for name, pair in summed.items()},
         gradients={name: join(p, p.main_grad) for name, p in model.named_parameters()},
-        weights={name: join(p, p.detach()) for name, p in model.named_parameters()},
+        weights={name: join(p, p.detach().clone()) for name, p in model.named_parameters()},
     )
 
 

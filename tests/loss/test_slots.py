@@ -52,8 +52,11 @@ def test_padding_blocks_count_nowhere() -> None:
 
 
 def test_an_empty_report_logs_zero_and_leaves_other_ranks_counts_alone() -> None:
-    empty = loggable(drafter_report(*[torch.zeros(B, dtype=torch.long)] * 2,
-                                    torch.zeros(B).bool(), torch.zeros(1).bool(), B))
+    empty = loggable(
+        drafter_report(
+            *[torch.zeros(B, dtype=torch.long)] * 2, torch.zeros(B).bool(), torch.zeros(1).bool(), B
+        )
+    )
     for pair in empty.values():
         assert pair[0] / pair[1] == 0
         assert torch.equal(pair + torch.tensor([3.0, 5.0]), torch.tensor([3.0, 5.0]))

@@ -160,6 +160,7 @@ def test_digest_tells_plans_apart():
         build_plan(layout, length, 4, strategy="lpt", chunks_per_rank=2),
         build_plan(layout, length, 2, strategy="lpt", chunks_per_rank=6),
         build_plan(layout, length + 1, 4, strategy="lpt", chunks_per_rank=3),
+        build_plan(layout, length, 4, strategy="none", chunks_per_rank=3),  # other owners alone
     ]
     for anchors, keep, size in (
         (moved, layout.block_keep_mask, 2),

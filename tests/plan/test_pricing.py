@@ -1,4 +1,5 @@
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ def price_chunks_naive(layout, bounds):
     return np.array(
         [
             layout.block_size * visible(layout, np.arange(start, end)).sum()
-            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, end in pairwise(bounds)
         ],
         dtype=np.int64,
     )
@@ -32,10 +33,9 @@ def price_chunks_exact(layout, bounds):
         )
         if keep
     ]
-    chunks = zip(bounds.tolist()[:-1], bounds.tolist()[1:], strict=True)
     return [
         layout.block_size * sum(max(0, min(a, end) - max(s, start)) for s, a in kept)
-        for start, end in chunks
+        for start, end in pairwise(bounds.tolist())
     ]
 
 
@@ -44,9 +44,7 @@ def test_equals_naive_count(seed):
     layout, length = random_layout(seed)
     rng = np.random.default_rng(seed)
     bounds = np.unique(np.concatenate([[0, length], rng.integers(0, length + 1, 9)]))
-    np.testing.assert_array_equal(
-        price_chunks(layout, bounds), price_chunks_naive(layout, bounds)
-    )
+    np.testing.assert_array_equal(price_chunks(layout, bounds), price_chunks_naive(layout, bounds))
 
 
 def test_positions_in_any_order_and_blocks_in_any_order():

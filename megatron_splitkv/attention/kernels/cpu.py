@@ -10,10 +10,12 @@ only they, one at a time, are computed in fp32.
 import torch
 
 from megatron_splitkv.attention.kernels.cpu_tiles import tiles_of
-from megatron_splitkv.attention.merge import accumulator_dtype
+from megatron_splitkv.attention.merge import accumulator_dtype, finite_or_zero
 from megatron_splitkv.plan import LeafLimits, Staircase
 
-LEAF_LIMITS = LeafLimits()
+LEAF_LIMITS = LeafLimits(
+    pairs=32 * 1024
+)  # measured: calls and merges cost as much as such a corner
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -62,6 +64,7 @@ def backward(
     grad_out, q, k, v, out_carrier = map(_head_rows, (grad_out, q, k, v, out_carrier))
     dtype = accumulator_dtype(q.dtype)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    row_lse = finite_or_zero(lse).unsqueeze(-1)
     for tile in tiles_of(staircase, block_size):
         tile_k = tile.keys(k).to(dtype)
         tile_grad_q, tile_grad_k, tile_grad_v = _flash_backward(
@@ -70,7 +73,7 @@ def backward(
             tile_k,
             tile.keys(v).to(dtype),
             tile.queries(out_carrier).to(dtype),
-            tile.queries(lse.unsqueeze(-1)).squeeze(-1),
+            tile.queries(row_lse).squeeze(-1),
             0.0,  # dropout
             False,  # causal
             attn_mask=_additive_mask(tile.visible, tile_k),

@@ -20,7 +20,7 @@ from megatron_splitkv.attention.merge import merge_
 from megatron_splitkv.plan import Rectangles, Staircase
 
 # Query-key pairs from which a rectangle is worth a call of its own.
-VIEW_PAIRS = 128 * 1024
+VIEW_PAIRS = 64 * 1024
 # Bound on T * m * n: the mask of a batch is that many numbers.
 _BATCH_PAIRS = 4 * 1024 * 1024
 
@@ -193,7 +193,8 @@ def _lay_out(
         )
     for group in _similar_shapes(blocks, keys, np.flatnonzero(~large & (blocks * keys > 0))):
         area = int(blocks[group].max() * keys[group].max()) * block_size
-        for part in np.array_split(group, -(-group.size * area // _BATCH_PAIRS)):
+        num_parts = min(group.size, -(-group.size * area // _BATCH_PAIRS))
+        for part in np.array_split(group, num_parts):
             yield BatchTile(
                 PackedRows.of(rectangles.q_start[part] * block_size, blocks[part] * block_size),
                 PackedRows.of(rectangles.k_start[part], keys[part]),

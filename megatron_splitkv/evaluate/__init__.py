@@ -1,0 +1,17 @@
+"""Evaluation of drafters: greedy speculative decoding with the real target, beside controls."""
+
+from megatron_splitkv.evaluate.draft_model import DraftModel
+from megatron_splitkv.evaluate.evaluation import evaluate_drafter
+from megatron_splitkv.evaluate.prompts import EvaluationPrompt, read_prompts
+from megatron_splitkv.evaluate.report import print_table, write_report
+from megatron_splitkv.evaluate.result import EvaluationResult
+
+__all__ = [
+    "DraftModel",
+    "EvaluationPrompt",
+    "EvaluationResult",
+    "evaluate_drafter",
+    "print_table",
+    "read_prompts",
+    "write_report",
+]

@@ -1,0 +1,106 @@
+"""The result as a table that needs no explanation, and as `report.json`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_splitkv.evaluate.bootstrap import Interval
+from megatron_splitkv.evaluate.greedy import NEAR_TIE_GAP
+from megatron_splitkv.evaluate.result import TRAINED, EvaluationResult
+
+LABELS = {
+    TRAINED: "trained drafter",
+    "untrained": "untrained drafter",
+    "no_context": "trained, context zeroed",
+    "ngram": "n-gram repeat",
+}
+
+
+def print_table(result: EvaluationResult, console: Console | None = None) -> None:
+    """Print the acceptance lengths and whether the text was plain greedy decoding's.
+
+    Args:
+        result: of `evaluate_drafter`.
+        console: where to; standard output when None.
+    """
+    console = console or Console()
+    console.print(_table(result))
+    console.print(
+        "Acceptance length = tokens that one draft step adds to the text, the target's own "
+        f"token included: 1 if nothing that was proposed is ever right, {result.block_size} at "
+        f"most. Intervals: bootstrap over {len(result.prompt_ids)} prompts.",
+        style="dim",
+        highlight=False,
+    )
+    style = "green" if result.greedy_equal else "bold red"
+    console.print(greedy_sentence(result), style=style, markup=False, highlight=False)
+
+
+def greedy_sentence(result: EvaluationResult) -> str:
+    """One sentence: did speculative decoding change the text?"""
+    count = len(result.prompt_ids)
+    if result.greedy_equal and not result.near_ties:
+        return (
+            f"All {count} decoded texts equal the target's plain greedy decoding token for token."
+        )
+    if result.greedy_equal:
+        return (
+            f"All {count} decoded texts equal the target's plain greedy decoding; "
+            f"{result.near_ties} tokens differ by a near-tie (the two best logits within "
+            f"{NEAR_TIE_GAP:g})."
+        )
+    first = result.mismatches[0]
+    return (
+        f"{len(result.mismatches)} of {count} decoded texts DIFFER from the target's plain greedy "
+        f"decoding, first in prompt {first['prompt']!r} at new token {first['position']}."
+    )
+
+
+def write_report(values: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a report so that it is whole or absent."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(target.name + ".partial")
+    aside.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(aside, target)
+
+
+def _table(result: EvaluationResult) -> Table:
+    table = Table(
+        title=f"Greedy speculative decoding, {len(result.prompt_ids)} prompts x up to "
+        f"{result.max_new_tokens} new tokens, blocks of {result.block_size}"
+    )
+    table.add_column("proposals from")
+    for heading in (
+        "acceptance length",
+        "95 % interval",
+        "trained is ahead by",
+        "first proposal right",
+        "draft steps",
+    ):
+        table.add_column(heading, justify="right")
+    lengths, intervals, differences = result.accept_len, result.intervals, result.differences
+    for method in result.steps:
+        ahead = ""
+        if method in differences:
+            mean, spread = differences[method]
+            ahead = f"{mean:+.2f} {_bracketed(spread)}".rstrip()
+        first = result.slot_acceptance(method)[0]
+        table.add_row(
+            LABELS[method],
+            f"{lengths[method]:.2f}",
+            _bracketed(intervals[method]) or "-",
+            ahead,
+            "-" if first is None else f"{100 * first:.0f} %",
+            str(sum(map(len, result.steps[method]))),
+            style="bold" if method == TRAINED else None,
+        )
+    return table
+
+
+def _bracketed(interval: Interval | None) -> str:
+    return "" if interval is None else f"[{interval.low:.2f}, {interval.high:.2f}]"

@@ -1,0 +1,168 @@
+"""Kernels on one process: the CPU kernel against its naive twin and against plain softmax."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_splitkv.attention.kernels import Kernel, cpu, cpu_tiles, naive, select_kernel
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.plan import LeafLimits, Rectangles, Staircase, build_staircase
+from megatron_splitkv.testing import relative_error
+
+B = 4
+NOTHING = Rectangles(*(np.empty(0, dtype=np.int64) for _ in range(4)))
+
+
+def _tensors(
+    num_blocks: int, num_keys: int, num_heads: int = 4, num_key_heads: int = 2, width: int = 8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, width, dtype=torch.float64, generator=generator)
+
+    q, grad_out = draw(num_blocks * B, num_heads), draw(num_blocks * B, num_heads)
+    return q, draw(num_keys, num_key_heads), draw(num_keys, num_key_heads), grad_out
+
+
+def _run(kernel: Kernel, staircase: Staircase, num_keys: int) -> list[torch.Tensor]:
+    q, k, v, grad_out = _tensors(staircase.key_end.size, num_keys)
+    out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
+    grads = kernel.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3)
+    return [out, lse.exp(), *grads]  # exp: rows that see nothing compare as 0
+
+
+def _assert_twins(staircase: Staircase, num_keys: int) -> None:
+    fast, slow = _run(cpu, staircase, num_keys), _run(naive, staircase, num_keys)
+    for a, b in zip(fast, slow, strict=True):
+        assert relative_error(a, b) < 1e-13
+
+
+def _documents(*ends: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Key ranges of blocks of documents of `length` local keys each."""
+    start = np.concatenate([np.full(len(row), i * length) for i, row in enumerate(ends)])
+    return start.astype(np.int64), (start + np.concatenate(ends)).astype(np.int64)
+
+
+@pytest.mark.parametrize("view_pairs", [1, 2000, 10**9])
+@pytest.mark.parametrize("batch_pairs", [1, 5000, 10**9])
+@pytest.mark.parametrize("limits", [LeafLimits(0, 0, 0), LeafLimits(3, 10, 60), LeafLimits()])
+def test_cpu_kernel_equals_its_twin_however_tiled(
+    monkeypatch: pytest.MonkeyPatch, view_pairs: int, batch_pairs: int, limits: LeafLimits
+) -> None:
+    monkeypatch.setattr(cpu_tiles, "VIEW_PAIRS", view_pairs)
+    monkeypatch.setattr(cpu_tiles, "_BATCH_PAIRS", batch_pairs)
+    start, end = _documents(
+        tuple(range(0, 60, 2)), (0, 0, 5, 5, 5, 59), (1,), tuple(range(30, 60)), length=60
+    )
+    _assert_twins(build_staircase(start, end, B, limits), 240)
+
+
+def test_twin_equals_plain_softmax() -> None:
+    start, end = _documents((2, 5), length=7)
+    staircase = build_staircase(start, end, B)
+    q, k, v, grad_out = _tensors(2, 7, num_heads=2)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("qhd,khd->hqk", leaves[0], leaves[1]) * 0.3
+    hidden = torch.arange(7) >= torch.tensor([2, 5]).repeat_interleave(B)[:, None]
+    scores = scores.masked_fill(hidden, -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), leaves[2])
+    expected.backward(grad_out)
+    out, lse = naive.forward(q, k, v, staircase, B, 0.3)
+    grads = naive.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).T)
+    for grad, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(grad, leaf.grad)
+
+
+@pytest.mark.parametrize("kernel", [naive, cpu], ids=["naive", "cpu"])
+@pytest.mark.parametrize(("num_blocks", "num_keys"), [(0, 0), (0, 5), (3, 0), (3, 5)])
+def test_nothing_to_see_is_zero_and_minus_infinity(
+    kernel: Kernel, num_blocks: int, num_keys: int
+) -> None:
+    none = np.zeros(num_blocks, dtype=np.int64)
+    staircase = build_staircase(none, none, B)
+    q, k, v, grad_out = _tensors(num_blocks, num_keys)
+    out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
+    assert out.shape == q.shape
+    assert out.count_nonzero() == 0
+    assert bool((lse == -torch.inf).all())
+    for grad, x in zip(
+        kernel.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3), (q, k, v), strict=True
+    ):
+        assert grad.shape == x.shape
+        assert grad.count_nonzero() == 0
+
+
+def test_rows_of_a_leaf_that_see_nothing_have_no_weight() -> None:
+    # torch's operation reports lse 0 for such rows; seeing 0 keys and weighing exp(0) is the fault.
+    one = np.array([0], dtype=np.int64)
+    staircase = Staircase(
+        levels=[],
+        leaves=Rectangles(one, one + 2, one, one + 6),
+        key_start=np.array([0, 0]),
+        key_end=np.array([0, 6]),
+        needed_pairs=6 * B,
+        executed_pairs=12 * B,
+    )
+    q, k, v, _ = _tensors(2, 6)
+    out, lse = cpu.forward(q, k, v, staircase, B, 0.3)
+    assert bool((lse[:B] == -torch.inf).all())
+    assert out[:B].count_nonzero() == 0
+    assert bool(torch.isfinite(lse[B:]).all())
+    _assert_twins(staircase, 6)
+
+
+def test_empty_rectangles_do_not_end_the_process() -> None:
+    at = np.array([0], dtype=np.int64)
+    empty_keys = Rectangles(at, at + 1, at + 2, at + 2)
+    empty_blocks = Rectangles(at, at, at, at + 2)
+    zero = np.zeros(1, dtype=np.int64)
+    staircase = Staircase([empty_keys, empty_blocks], NOTHING, zero, zero, 0, 0)
+    _assert_twins(staircase, 6)
+
+
+@pytest.mark.parametrize("kernel", [naive, cpu], ids=["naive", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_inputs_give_fp32_partials(kernel: Kernel, dtype: torch.dtype) -> None:
+    start, end = _documents(tuple(range(1, 40)), length=40)
+    staircase = build_staircase(start, end, B)
+    q, k, v, grad_out = (x.to(dtype) for x in _tensors(39, 40, num_heads=8, num_key_heads=1))
+    exact = [x.double() for x in (q, k, v, grad_out)]
+    out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
+    true_out, true_lse = naive.forward(*exact[:3], staircase, B, 0.3)
+    grads = kernel.backward(grad_out, q, k, v, out.to(dtype), lse, staircase, B, 0.3)
+    true = naive.backward(
+        exact[3], *exact[:3], out.to(dtype).double(), lse.double(), staircase, B, 0.3
+    )
+    assert [x.dtype for x in (out, lse, *grads)] == [torch.float32] * 3 + [dtype] * 2
+    # Partials are exact for the rounded inputs; only dk and dv are rounded, once.
+    for found, expected in ((out, true_out), (lse, true_lse), (grads[0], true[0])):
+        assert relative_error(found, expected) < 1e-6
+    for found, expected in zip(grads[1:], true[1:], strict=True):
+        assert relative_error(found, expected) < max(1e-6, torch.finfo(dtype).eps / 2)
+
+
+def test_grouped_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, end = _documents(tuple(range(1, 40)), length=40)
+    staircase = build_staircase(start, end, B)
+    q, k, v, _ = _tensors(39, 40, num_heads=8, num_key_heads=2)
+    heads = []
+    right = cpu._flash_forward
+
+    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> object:
+        heads.append((q.shape[1], k.shape[1], v.shape[1]))
+        return right(q, k, v, **options)
+
+    monkeypatch.setattr(cpu, "_flash_forward", spy)
+    cpu.forward(q, k, v, staircase, B, 0.3)
+    assert set(heads) == {(8, 2, 2)}
+
+
+def test_selection_by_name_and_device() -> None:
+    assert select_kernel("auto", torch.device("cpu")) is cpu
+    assert select_kernel("auto", torch.device("cuda")) is naive
+    assert select_kernel("naive", torch.device("cpu")) is naive
+    with pytest.raises(ConfigError, match=r"kernel 'flex' is not known.*auto, naive, cpu"):
+        select_kernel("flex", torch.device("cpu"))

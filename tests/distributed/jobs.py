@@ -1,0 +1,68 @@
+"""Whole training jobs: torchrun, the real entry point, and what they logged."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job."""
+
+    returncode: int
+    output: str
+
+    def check(self) -> "Job":
+        assert self.returncode == 0, self.output[-6000:]
+        return self
+
+
+def run_job(num_ranks: int, argv: Sequence[str], *, timeout: float = 240.0) -> Job:
+    """Run ``megatron_splitkv.pretrain_dflash`` under torchrun; a hang fails the test.
+
+    Args:
+        num_ranks: processes.
+        argv: arguments of the entry point.
+        timeout: seconds until the job counts as hung; its process group is ended then.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(num_ranks), "-m", "megatron_splitkv.pretrain_dflash", *argv),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise AssertionError(f"the job hung for {timeout:g} s\n{output[-6000:]}") from None
+        raise
+    return Job(process.returncode, output)
+
+
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    """Scalars of a TensorBoard folder, bit for bit: name -> iteration -> value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+        if not tag.endswith("vs samples")
+    }

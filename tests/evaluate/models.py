@@ -1,0 +1,91 @@
+"""Tiny random targets and drafters for them."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_splitkv.drafter import DFlashConfig
+from megatron_splitkv.export.zlab import zlab_shapes
+
+VOCAB, LAYERS, HIDDEN = 97, 5, 64
+EOS, MASK = 95, 96
+HABIT = 40
+
+DRAFTER = DFlashConfig(
+    num_layers=2,
+    hidden_size=HIDDEN,
+    ffn_hidden_size=96,
+    num_attention_heads=6,  # 6 heads of 16: wider than the hidden size
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=VOCAB,
+    num_target_layers=LAYERS,
+    target_layer_ids=(0, 2, 3),
+    mask_token_id=MASK,
+    block_size=6,
+    rope_theta=5e3,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=512,
+    eos_token_ids=(EOS,),
+)
+
+
+@cache
+def tiny_target(kind: str = "qwen3") -> Any:
+    """A random target with a habit, so that a random drafter on top of it is sometimes right.
+
+    All embeddings share a direction that survives the residual stream, the mask token's more than
+    the others', and the head hears one token in it.
+    """
+    transformers: Any = __import__("transformers")
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(3)
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+    else:
+        sliding = {}
+        if kind == "sliding":
+            sliding = {
+                "use_sliding_window": True,
+                "sliding_window": 12,
+                "max_window_layers": 0,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            }
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, **sliding))
+    model = model.eval().requires_grad_(False)
+    model.model.embed_tokens.weight += 0.08
+    model.model.embed_tokens.weight[MASK] += 1.0  # the target never reads it
+    model.lm_head.weight[HABIT] += 0.06
+    return model
+
+
+def random_zlab_tensors(
+    config: DFlashConfig = DRAFTER, seed: int = 0, std: float = 0.1
+) -> dict[str, torch.Tensor]:
+    """Every tensor random, norms around one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * std + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in zlab_shapes(config).items()
+    }
+
+
+def prompts(count: int, seed: int = 1, length: int = 20) -> list[list[int]]:
+    """Random prompts of different lengths without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(EOS, (length + i,), generator=generator).tolist() for i in range(count)]

@@ -1,0 +1,120 @@
+"""Items of the dataset follow from their index: on every rank, at every evaluation, after resume."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_splitkv.data.packing import PackedEpochs
+from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.plan import ContextPlan
+from megatron_splitkv.train.dataset import BlockRecipe, PackDataset, split_batch
+from tests.train.launches import make_store
+
+RECIPE = BlockRecipe(
+    num_anchors=6,
+    block_size=4,
+    mask_token_id=63,
+    plan_strategy="balanced",
+    chunks_per_rank=3,
+    seed=5,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FeatureStore:
+    return make_store(tmp_path / "store")
+
+
+def _dataset(
+    store: FeatureStore, rank: int = 0, size: int = 1, period: int | None = None
+) -> PackDataset:
+    packing = PackedEpochs(store.lengths, 96, seed=5)
+    return PackDataset(
+        store, packing, RECIPE, num_items=40, cp_rank=rank, cp_size=size, period=period
+    )
+
+
+def _plan(item: dict[str, torch.Tensor]) -> ContextPlan:
+    collated = {name: tensor[None] for name, tensor in item.items()}
+    return ContextPlan.from_arrays(split_batch(collated)[1])
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a5_ranks_agree_on_anchors_whatever_used_the_random_generators(
+    store: FeatureStore,
+) -> None:
+    digests = []
+    for rank in range(4):
+        torch.rand(rank + 1)
+        np.random.default_rng().random(rank + 1)
+        digests.append([_plan(_dataset(store, rank, 4)[step]).digest for step in range(5)])
+    assert digests[1:] == digests[:-1]
+    assert len(set(digests[0])) == 5  # and every item, so every data-parallel replica, has its own
+
+
+def test_anchors_do_not_depend_on_the_context_parallel_size(store: FeatureStore) -> None:
+    def kept(size: int) -> list[np.ndarray]:
+        layouts = [_plan(_dataset(store, 0, size)[item]).layout for item in range(6)]
+        return [x.anchor_positions[x.block_keep_mask] for x in layouts]
+
+    for size in (2, 3, 4):
+        assert all(map(np.array_equal, kept(1), kept(size)))
+
+
+def test_ranks_share_the_rows_and_read_no_others(store: FeatureStore) -> None:
+    before = store.bytes_read
+    whole = _dataset(store)[3]
+    bytes_of_pack = store.bytes_read - before
+    read, rows = [], []
+    for rank in range(3):
+        before = store.bytes_read
+        item = _dataset(store, rank, 3)[3]
+        read.append(store.bytes_read - before)
+        plan = _plan(item)
+        assert torch.equal(
+            item["context_features"], whole["context_features"][plan.rows(rank)]
+        )
+        rows.append(plan.rows(rank))
+    assert sum(read) == bytes_of_pack
+    assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(_plan(whole).context_length))
+
+
+def test_evaluations_see_the_same_packs_and_anchors(store: FeatureStore) -> None:
+    dataset = _dataset(store, period=4)
+    for item in range(4):
+        assert _same(dataset[item], dataset[item + 4])
+        assert _same(dataset[item], dataset[item + 8])
+    assert not _same(dataset[0], dataset[1])
+    training = _dataset(store)
+    assert not _same(training[0], training[training.packing.num_packs(0)])  # a new epoch
+
+
+def test_a_resumed_loader_goes_on_where_the_first_one_stood(store: FeatureStore) -> None:
+    dataset = _dataset(store, 1, 2)
+    whole = list(DataLoader(dataset, batch_sampler=[[i] for i in range(8)]))
+    resumed = list(DataLoader(dataset, batch_sampler=[[i] for i in range(5, 8)], num_workers=2))
+    assert all(map(_same, whole[5:], resumed))
+
+
+def test_collation_and_back_keeps_the_plan_bitwise(store: FeatureStore) -> None:
+    dataset = _dataset(store, 1, 2)
+    (collated,) = DataLoader(dataset, batch_sampler=[[7]])
+    batch, arrays = split_batch(collated)
+    item = dataset[7]
+    assert _plan(item).digest == ContextPlan.from_arrays(arrays).digest
+    assert all(torch.equal(batch[name], item[name]) for name in batch)
+    assert set(batch) == {
+        "context_features",
+        "context_positions",
+        "block_tokens",
+        "block_positions",
+        "block_labels",
+        "block_label_mask",
+        "block_keep_mask",
+    }

@@ -1,0 +1,114 @@
+"""The whole preparation of a run, in this process: what it refuses, what it leaves behind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.cpu import cpu_mode
+from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.train.drafter_file import DRAFTER_CONFIG_FILE, check_checkpoint_folder
+from megatron_splitkv.train.setup import TrainingSetup, prepare_training
+from tests.train.launches import TINY_DRAFTER, make_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    make_store(tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def fresh_megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Megatron's globals of a process that has just started, before and after."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.global_vars import unset_global_variables
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with cpu_mode():
+        yield
+    unset_global_variables()
+    unset_num_microbatches_calculator()
+
+
+def _prepare(monkeypatch: pytest.MonkeyPatch, store: Path, *argv: str) -> TrainingSetup:
+    command = ["x", "--feature-store", str(store), "--train-iters", "4", *TINY_DRAFTER, *argv]
+    monkeypatch.setattr("sys.argv", command)
+    return prepare_training()
+
+
+def test_a_good_launch_is_prepared_without_a_process_group(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    setup = _prepare(monkeypatch, store, "--save", str(tmp_path / "ckpt"))
+    assert not dist.is_initialized()
+    assert setup.valid_store is None
+    assert setup.args.eval_iters == 0
+    written = json.loads((tmp_path / "ckpt" / DRAFTER_CONFIG_FILE).read_text())
+    assert written["target_id"] == "synthetic"
+    assert written["target_checksum"] == setup.store.meta.target.checksum
+    assert DFlashConfig.load(tmp_path / "ckpt" / DRAFTER_CONFIG_FILE) == setup.dflash
+    assert [p.name for p in (tmp_path / "ckpt").glob("*.partial")] == []
+
+
+def test_an_evaluation_is_one_pass_by_default(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    make_store(tmp_path / "valid", lengths=[96] * 5)
+    setup = _prepare(monkeypatch, store, "--valid-feature-store", str(tmp_path / "valid"))
+    assert setup.args.eval_iters == 5
+    assert setup.args.seq_length == 96
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mask-token-id", "64"], "mask token 64 is outside the vocabulary of 64"),
+        (["--mask-token-id", "-1"], "mask token -1 is outside"),
+        (["--mask-token-id", "62"], "mask token 62 is the end-of-sequence token"),
+        (["--seq-length", "48"], "document 0 has 70 tokens, more than --seq-length 48"),
+        (["--global-batch-size", "3000000"], "global batch of 3000000 packs"),
+        (["--lr", "1e-3", "--min-lr", "1e-2"], r"Megatron refuses.*min_lr"),
+    ],
+)
+def test_bad_launches_are_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path, argv: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        _prepare(monkeypatch, store, "--save", str(tmp_path / "ckpt"), *argv)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "ckpt").exists()
+    assert not dist.is_initialized()
+
+
+def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is not a feature store"):
+        _prepare(monkeypatch, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("option", ["--load", "--save"])
+def test_checkpoints_of_another_target_or_drafter_are_refused(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path, option: str
+) -> None:
+    setup = _prepare(monkeypatch, store, "--save", str(tmp_path / "ckpt"))
+    dflash, target = setup.dflash, setup.store.meta.target
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    check_checkpoint_folder(option, tmp_path / "ckpt", dflash, target)
+
+    make_store(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match=rf"{option} .*drafter of target 'synthetic' .*seed-0"):
+        _prepare(monkeypatch, tmp_path / "other", option, str(tmp_path / "ckpt"))
+    with pytest.raises(ConfigError, match=rf"{option} .*block_size 4, this run has 8"):
+        _prepare(monkeypatch, store, option, str(tmp_path / "ckpt"), "--block-size", "8")
+    (tmp_path / "ckpt" / DRAFTER_CONFIG_FILE).unlink()
+    with pytest.raises(ConfigError, match=rf"{option} .*no readable {DRAFTER_CONFIG_FILE}"):
+        _prepare(monkeypatch, store, option, str(tmp_path / "ckpt"))
+
+
+def test_an_empty_load_folder_is_a_fresh_start(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    _prepare(monkeypatch, store, "--load", str(tmp_path / "nothing"))
