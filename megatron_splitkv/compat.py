@@ -5,15 +5,18 @@ installed code, and named in a `ConfigError` when it is none of the known forms.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_splitkv.config import ConfigError
 
@@ -98,9 +101,25 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: with the reason of Megatron's assertion.
     """
-    arguments = importlib.import_module("megatron.training.arguments")
+    with _megatrons_refusals():
+        importlib.import_module("megatron.training.arguments").validate_args(args)
+
+
+def transformer_config(args: argparse.Namespace) -> Any:
+    """Megatron's `TransformerConfig` from validated arguments.
+
+    Raises:
+        ConfigError: with the reason of Megatron's assertion.
+    """
+    module = importlib.import_module("megatron.training.argument_utils")
+    with _megatrons_refusals():
+        return module.core_transformer_config_from_args(args)
+
+
+@contextlib.contextmanager
+def _megatrons_refusals() -> Iterator[None]:
     try:
-        arguments.validate_args(args)
+        yield
     except (AssertionError, ValueError) as error:
         # Many of Megatron's assertions carry no message: then the asserted line says it.
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
@@ -114,12 +133,6 @@ def publish_args(args: argparse.Namespace) -> None:
     """
     global_vars = importlib.import_module("megatron.training.global_vars")
     global_vars.set_global_variables(args, build_tokenizer=False)
-
-
-def transformer_config(args: argparse.Namespace) -> Any:
-    """Megatron's `TransformerConfig` from validated arguments."""
-    module = importlib.import_module("megatron.training.argument_utils")
-    return module.core_transformer_config_from_args(args)
 
 
 def run_pretrain(
@@ -154,6 +167,8 @@ def run_pretrain(
     # By keyword: 0.18 and 0.19 disagree about the position of model_provider.
     require_parameters(training.pretrain, arguments)
     training.pretrain(**arguments)
+    if torch.distributed.is_initialized():  # Megatron leaves the groups to the script
+        torch.distributed.destroy_process_group()
 
 
 def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> None:

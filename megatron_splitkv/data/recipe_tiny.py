@@ -8,7 +8,11 @@ import numpy as np
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.meta import StoreMeta, default_target_layer_ids
+from megatron_splitkv.data.meta import (
+    StoreMeta,
+    check_target_layer_ids,
+    default_target_layer_ids,
+)
 from megatron_splitkv.data.prepare import Corpus, Prompt, Stages, supervised, write_run
 from megatron_splitkv.data.target import describe_target, greedy_responses
 from megatron_splitkv.data.text import TextFile
@@ -75,6 +79,8 @@ def prepare_tiny(
     held_out = _joined(text, held_out=True)
     config = TinyTargetConfig(steps=budget.steps, seed=seed)
     taps = target_layer_ids or default_target_layer_ids(config.num_layers, 2)
+    # Before the minutes of training, not after.
+    check_target_layer_ids(taps, config.num_layers)
     prompts = _windows(training, budget.documents, seed)
     unseen = _windows(held_out, _VALID_DOCUMENTS + _PROMPTS, seed)
 

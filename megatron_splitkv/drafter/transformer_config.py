@@ -58,6 +58,7 @@ def check_transformer_config(config: TransformerConfig, dflash: DFlashConfig) ->
         "pipeline_model_parallel_size": (1, "a drafter is a few layers: use tensor parallelism"),
         "sequence_parallel": (False, "context parallelism already splits the rows"),
         "attention_dropout": (0.0, "split-KV attention has no dropout"),
+        "fp32_residual_connection": (False, "the residual stays in the parameters' dtype"),
         "layernorm_zero_centered_gamma": (False, "exported norms have plain weights"),
         "num_moe_experts": (None, "the drafter's MLP is dense"),
         "calculate_per_token_loss": (True, "set --calculate-per-token-loss"),

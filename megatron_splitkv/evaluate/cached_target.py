@@ -47,13 +47,12 @@ class CachedTarget:
         """
         ids = torch.tensor([list(tokens)], device=self._model.device)
         start = self.length
+        positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
         with torch.inference_mode():
+            # By position: ids, mask, positions, cache. Transformers 5 renames the cache's keyword
+            # (`past_key_values`, `cache`) on the way, its place has always been the fourth.
             logits = self._model(
-                input_ids=ids,
-                position_ids=torch.arange(start, start + len(tokens), device=ids.device)[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
+                ids, None, positions, self._cache, use_cache=True, logits_to_keep=int(last_only)
             ).logits[0]
         return logits, self._collect()[0]
 

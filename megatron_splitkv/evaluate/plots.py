@@ -113,9 +113,10 @@ def _draw_lengths(axes: Axes, result: EvaluationResult) -> None:
             va="center",
             fontweight="bold" if method == TRAINED else "normal",
         )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_yticks(range(len(lengths)), [LABELS[method] for method in lengths])
     axes.invert_yaxis()
-    axes.set_xlim(0, result.block_size)
+    axes.set_xlim(0, 1.1 * result.block_size)  # room for the longest bar's number
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.grid(axis="y", visible=False)
 
@@ -137,7 +138,7 @@ def _draw_histogram(axes: Axes, result: EvaluationResult) -> None:
 
 
 def _draw_slots(axes: Axes, result: EvaluationResult) -> None:
-    _style(axes, "Accepted up to a slot", "draft slot", "share of draft steps")
+    _style(axes, "All proposals up to a slot accepted", "draft slot", "share of draft steps")
     for method in result.steps:
         rates = result.slot_acceptance(method)
         points = [(slot, 100 * rate) for slot, rate in enumerate(rates, 1) if rate is not None]

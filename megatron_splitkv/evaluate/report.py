@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from megatron_splitkv.evaluate.result import TRAINED, EvaluationResult
 LABELS = {
     TRAINED: "trained drafter",
     "untrained": "untrained drafter",
-    "no_context": "trained, context zeroed",
+    "no_context": "trained, no context",
     "ngram": "n-gram repeat",
 }
 
@@ -30,9 +31,10 @@ def print_table(result: EvaluationResult, console: Console | None = None) -> Non
     console = console or Console()
     console.print(_table(result))
     console.print(
-        "Acceptance length = tokens that one draft step adds to the text, the target's own "
-        f"token included: 1 if nothing that was proposed is ever right, {result.block_size} at "
-        f"most. Intervals: bootstrap over {len(result.prompt_ids)} prompts.",
+        "Acceptance length: tokens that one draft step adds to the text, the target's own token "
+        f"included; 1 if no proposal is ever right, {result.block_size} at most. In brackets: 95 % "
+        f"bootstrap intervals over the prompts. 1st right: share of steps whose first proposal is "
+        "accepted.",
         style="dim",
         highlight=False,
     )
@@ -71,29 +73,25 @@ def write_report(values: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 def _table(result: EvaluationResult) -> Table:
     table = Table(
-        title=f"Greedy speculative decoding, {len(result.prompt_ids)} prompts x up to "
-        f"{result.max_new_tokens} new tokens, blocks of {result.block_size}"
+        title=f"Greedy speculative decoding: {len(result.prompt_ids)} prompts, up to "
+        f"{result.max_new_tokens} new tokens, blocks of {result.block_size}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
     )
-    table.add_column("proposals from")
-    for heading in (
-        "acceptance length",
-        "95 % interval",
-        "trained is ahead by",
-        "first proposal right",
-        "draft steps",
-    ):
-        table.add_column(heading, justify="right")
+    table.add_column("proposals from", no_wrap=True)
+    for heading in ("acceptance length", "trained ahead by", "1st right", "steps"):
+        table.add_column(heading, justify="right", no_wrap=True)
     lengths, intervals, differences = result.accept_len, result.intervals, result.differences
     for method in result.steps:
         ahead = ""
         if method in differences:
             mean, spread = differences[method]
-            ahead = f"{mean:+.2f} {_bracketed(spread)}".rstrip()
+            ahead = f"{mean:.2f}{_bracketed(spread)}"
         first = result.slot_acceptance(method)[0]
         table.add_row(
             LABELS[method],
-            f"{lengths[method]:.2f}",
-            _bracketed(intervals[method]) or "-",
+            f"{lengths[method]:.2f}{_bracketed(intervals[method])}",
             ahead,
             "-" if first is None else f"{100 * first:.0f} %",
             str(sum(map(len, result.steps[method]))),
@@ -103,4 +101,4 @@ def _table(result: EvaluationResult) -> Table:
 
 
 def _bracketed(interval: Interval | None) -> str:
-    return "" if interval is None else f"[{interval.low:.2f}, {interval.high:.2f}]"
+    return "" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]"

@@ -1,8 +1,9 @@
-"""How an entry point ends when its input was bad: one line, exit code 2, on every rank."""
+"""How an entry point begins without noise, and how it ends when its input was bad."""
 
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ def exit_on_config_error() -> Iterator[None]:
 
     The first rank of each node prints the line. A launcher ends all ranks when the first one has
     left, so ranks that found the error before the process group existed wait for one another (at
-    most half a minute): every rank leaves by itself and none is ended in the middle of its line.
+    most half a minute), and then leave without heeding the launcher: every rank ends with its own
+    exit code, and none in the middle of its line.
 
     Raises:
         SystemExit: with code 2, after a `ConfigError`.
@@ -43,6 +45,7 @@ def exit_on_config_error() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving, and soon
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if not dist.is_initialized():

@@ -6,7 +6,6 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec
 
-from megatron_splitkv import compat
 from megatron_splitkv.attention import SplitKVCoreAttention
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
@@ -104,7 +103,7 @@ class ModelProvider:
             pre_process: always True, there are no pipeline stages.
             post_process: likewise.
             vp_stage: always None.
-            config: a model configuration if Megatron has one; the arguments decide here.
+            config: a model configuration if Megatron has one; the setup's is used.
             pg_collection: process groups.
         """
         args = self.setup.args
@@ -114,7 +113,7 @@ class ModelProvider:
             module=SplitKVCoreAttention, params={"kernel": args.attention_kernel}
         )
         return DFlashModel(
-            compat.transformer_config(args),
+            self.setup.config,
             self.setup.dflash,
             layer_spec=layer_spec,
             embedding_weight=embedding,

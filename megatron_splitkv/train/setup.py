@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from megatron.core.transformer import TransformerConfig
 
 from megatron_splitkv import compat
 from megatron_splitkv.cpu import enable_cpu_mode
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.drafter.transformer_config import check_transformer_config
 from megatron_splitkv.loss import check_token_count
 from megatron_splitkv.train.arguments import add_arguments, complete_arguments
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
@@ -30,12 +32,14 @@ class TrainingSetup:
 
     Args:
         args: Megatron's arguments, validated and global.
+        config: Megatron's configuration of the drafter's modules.
         dflash: the drafter.
         store: documents to train on.
         valid_store: held-out documents, if any.
     """
 
     args: argparse.Namespace
+    config: TransformerConfig
     dflash: DFlashConfig
     store: FeatureStore
     valid_store: FeatureStore | None
@@ -50,9 +54,11 @@ def prepare_training() -> TrainingSetup:
     Raises:
         ConfigError: anything that the user has to mend.
     """
-    compat.check_environment()
     # Megatron demands it where kernels of several streams must start in order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "WORLD_SIZE" not in os.environ:  # no launcher: one process is the whole job
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "0")
     args = compat.parse_args(add_arguments)
     enable_cpu_mode()
     compat.skip_missing_dataset_helpers()
@@ -66,21 +72,25 @@ def prepare_training() -> TrainingSetup:
         check_same_target(
             args.feature_store, store.meta, args.valid_feature_store, valid_store.meta
         )
+    for documents in (store, valid_store):
+        if documents is not None:  # packing refuses documents that are longer than a pack
+            PackedEpochs(documents.lengths, args.seq_length, args.seed)
     complete_arguments(args, store.meta)
     _complete_evaluation(args, valid_store)
     check_against_store(args, store.meta)
-    PackedEpochs(store.lengths, args.seq_length, args.seed)  # refuses what does not fit a pack
     compat.validate_args(args)
     _check_token_count(args, store)
 
     dflash = dflash_config(args, store)
+    config = compat.transformer_config(args)
+    check_transformer_config(config, dflash)
     for option, folder in (("--load", args.load), ("--save", args.save)):
         if folder is not None:
             check_checkpoint_folder(option, folder, dflash, store.meta.target)
     if args.save is not None and args.rank == 0:
         write_drafter_config(args.save, dflash, store.meta.target)
     compat.publish_args(args)
-    return TrainingSetup(args, dflash, store, valid_store)
+    return TrainingSetup(args, config, dflash, store, valid_store)
 
 
 def open_store(path: str, verify: str) -> FeatureStore:

@@ -126,9 +126,11 @@ def _check_unsupported(args: argparse.Namespace) -> None:
         ("--multi-latent-attention", args.multi_latent_attention),
         ("--num-experts", args.num_experts),
         ("--mtp-num-layers", args.mtp_num_layers),
+        ("--hybrid-context-parallel", args.hybrid_context_parallel),
+        ("--use-checkpoint-args", args.use_checkpoint_args),
     ):
         if value:
-            raise ConfigError(f"{option} is not supported: a DFlash drafter has none; drop it")
+            raise ConfigError(f"{option} is not supported for a drafter; drop it")
     if args.log_throughput:
         raise ConfigError(
             "--log-throughput is not supported: it counts the FLOPs of a GPT, not of a drafter; "

@@ -103,11 +103,11 @@ def test_forward_copies_no_keys() -> None:
     ],
 )
 def test_unknown_choices_name_the_allowed(
-    plan: ContextPlan, change: dict[str, object], message: str
+    plan: ContextPlan, change: dict[str, Any], message: str
 ) -> None:
     q, k, v = _inputs()
     with pytest.raises(ConfigError, match=re.escape(message)):
-        context_parallel_attention(q, k, v, plan, None, **change)  # type: ignore[arg-type]
+        context_parallel_attention(q, k, v, plan, None, **change)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,27 @@ def test_empty_rectangles_do_not_end_the_process() -> None:
 
 
 @pytest.mark.parametrize("kernel", [naive, cpu], ids=["naive", "cpu"])
+def test_rows_that_nothing_sees_may_hold_nan(kernel: Kernel) -> None:
+    # Two leaves of one batch, the second a little smaller: what its padding reads must be its own.
+    start = np.repeat([0, 63], [15, 15])
+    end = start + np.concatenate([np.arange(49, 64), np.arange(47, 62)])
+    start[-1] = end[-1] = 0  # a padding block behind the second document's 14
+    leaves = Rectangles(*np.array([[0, 15], [15, 29], [0, 63], [63, 124]]))
+    staircase = Staircase([], leaves, start, end, needed_pairs=0, executed_pairs=0)
+    assert len(list(cpu_tiles._lay_out(staircase.leaves, staircase.key_end, B))) == 1
+    results = []
+    for fill in (0.0, torch.nan):
+        q, k, v, grad_out = _tensors(30, 63 + 61 + 5)
+        for x in (q, grad_out):
+            x[-B:] = fill
+        for x in (k, v):
+            x[-5:] = fill
+        out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
+        results.append([out, lse, *kernel.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kernel", [naive, cpu], ids=["naive", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_inputs_give_fp32_partials(kernel: Kernel, dtype: torch.dtype) -> None:
     start, end = _documents(tuple(range(1, 40)), length=40)

@@ -67,16 +67,16 @@ def test_values_on_three_of_four_ranks(dtype: torch.dtype) -> None:
         assert result["elements"] == [8.0, 8.0, 4.0, 4.0, 0.0]
 
 
-def _sum_of_small_and_large() -> torch.Tensor | None:
+def _sum_beyond_bf16() -> torch.Tensor | None:
     group = subgroup(range(3))
     if dist.get_rank() >= 3:
         return None
-    share = [256.0, 1.0, 1.0][dist.get_rank()]
+    share = [256.0, 1.0, 2.0][dist.get_rank()]
     partial = torch.full((3, 1), share)
     return reduce_scatter_rows(partial, group, wire_dtype=torch.bfloat16, label="x")
 
 
 def test_low_precision_partials_add_up_in_fp32() -> None:
-    # In bf16 256 + 1 is 256, in whatever order the ones are added to it.
-    results = gloo_pool(4).run(_sum_of_small_and_large)
-    assert [x.tolist() for x in results[:3]] == [[[258.0]]] * 3
+    # bf16 holds all three shares, and neither 257 nor 259.
+    results = gloo_pool(4).run(_sum_beyond_bf16)
+    assert [x.tolist() for x in results[:3]] == [[[259.0]]] * 3

@@ -1,6 +1,7 @@
 """Split-KV over 1 to 4 ranks equals one process: outputs and all gradients."""
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -44,7 +45,7 @@ DEEP = Problem(
 )
 
 
-def _solve_everywhere(problem: Problem, cp_sizes: tuple[int, ...]) -> list[object]:
+def _solve_everywhere(problem: Problem, cp_sizes: tuple[int, ...]) -> list[Any]:
     return [solve(problem, cp_size) for cp_size in cp_sizes]
 
 
@@ -130,20 +131,20 @@ def test_empty_shares(problem: Problem, kernel: str) -> None:
 # Wrong variants that a tolerance must not hide: each once was a public bug.
 
 
-def _local_lse_in_backward(*args: object) -> tuple[torch.Tensor, ...]:
-    all_grad_out, all_q, *keys, carrier, _, task = args
-    assert isinstance(all_q, torch.Tensor)
-    own_q = all_q[task.own_rows]  # type: ignore[attr-defined]
-    _, local_lse = splitkv._partial_attention(all_q, own_q, *keys, task)  # type: ignore[arg-type]
-    return _RIGHT_BACKWARD(all_grad_out, all_q, *keys, carrier, local_lse, task)  # type: ignore[arg-type]
+def _local_lse_in_backward(
+    all_grad_out: torch.Tensor, all_q: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    *keys, carrier, _, task = rest
+    _, local_lse = splitkv._partial_attention(all_q, all_q[task.own_rows], *keys, task)
+    return _RIGHT_BACKWARD(all_grad_out, all_q, *keys, carrier, local_lse, task)
 
 
 def _without_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(_RIGHT_DELTA(grad_out, out))
 
 
-def _seeded_with_zero(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _RIGHT_PARTIAL(*args)  # type: ignore[arg-type]
+def _seeded_with_zero(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _RIGHT_PARTIAL(*args)
     seeded = torch.logaddexp(lse, torch.zeros_like(lse))
     return out * torch.exp(lse - seeded).unsqueeze(-1), seeded
 

@@ -65,6 +65,7 @@ def train_and_save(path: str, tp: int, cp: int) -> tuple[dict[str, torch.Tensor]
         ShardedTensorFactory,
         is_main_replica,
     )
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     with parallel_state(tp, cp):
         ddp = data_parallel(build_model(tp, cp))
@@ -82,6 +83,8 @@ def train_and_save(path: str, tp: int, cp: int) -> tuple[dict[str, torch.Tensor]
                 if isinstance(part, ShardedBase) and is_main_replica(part.replica_id)
             ]
         dist_checkpointing.save(sharded_state(ddp, optimizer), path)
+        # Its manager process would outlive ranks that the pool ends.
+        filesystem_async._results_queue = None
         dist.barrier()
         return snapshot(ddp, optimizer), run_schedule(ddp, awkward_samples()), owned
 

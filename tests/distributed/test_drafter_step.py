@@ -181,7 +181,7 @@ def test_a4_an_empty_pack_on_one_replica_does_not_hang(overlap: bool) -> None:
             2,
             None,
             overlap,
-            timeout=30,
+            timeout=60,
         )
         for step in steps:
             assert np.isfinite(step.loss)

@@ -143,6 +143,8 @@ def parallel_state(tp: int, cp: int) -> Iterator[None]:
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
     with cpu_mode():
         state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
         try:
@@ -150,6 +152,9 @@ def parallel_state(tp: int, cp: int) -> Iterator[None]:
             yield
         finally:
             state.destroy_model_parallel()
+            # Megatron forgets its groups without ending them: each keeps gloo threads alive.
+            for group in set(groups) - before:
+                dist.destroy_process_group(group)
 
 
 def frozen_target(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,7 +82,7 @@ def test_generates_the_clients_tokens_and_acceptance_lengths(
     ours = DFlashDrafter(DraftModel.from_tensors(config, tensors), target)
     lengths: list[int] = []
     with target_texts(target, config.target_layer_ids) as new_text:
-        for prompt in prompts(4):
+        for prompt in prompts(3):
             expected = client.dflash_generate(
                 theirs,
                 target,

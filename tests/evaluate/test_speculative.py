@@ -60,9 +60,10 @@ def decode(text: GreedyText, drafter: Scripted, block_size: int, **options: int)
 
 
 def test_counts_include_the_targets_own_token() -> None:
-    steps = decode(text_of(20), Scripted([0, 3, 1, 2, 0, 0]), block_size=4)
-    assert [step.produced for step in steps] == [1, 4, 2, 3, 1, 1, 1][: len(steps)]
-    assert [step.accepted for step in steps[:4]] == [0, 3, 1, 2]
+    steps = decode(text_of(20), Scripted([0, 3, 1, 2, 0, 0, 0]), block_size=4)
+    assert [step.produced for step in steps] == [1, 4, 2, 3, 1, 1, 1]
+    assert [step.accepted for step in steps] == [0, 3, 1, 2, 0, 0, 0]
+    assert [step.proposed for step in steps] == [3, 3, 3, 3, 3, 2, 1]
 
 
 def test_last_blocks_are_shorter_and_cut_at_the_longest_text() -> None:

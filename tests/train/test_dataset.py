@@ -1,4 +1,4 @@
-"""Items of the dataset follow from their index: on every rank, at every evaluation, after resume."""
+"""Items follow from their index alone: on every rank, at every evaluation, after a resume."""
 
 from pathlib import Path
 
@@ -77,9 +77,7 @@ def test_ranks_share_the_rows_and_read_no_others(store: FeatureStore) -> None:
         item = _dataset(store, rank, 3)[3]
         read.append(store.bytes_read - before)
         plan = _plan(item)
-        assert torch.equal(
-            item["context_features"], whole["context_features"][plan.rows(rank)]
-        )
+        assert torch.equal(item["context_features"], whole["context_features"][plan.rows(rank)])
         rows.append(plan.rows(rank))
     assert sum(read) == bytes_of_pack
     assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(_plan(whole).context_length))

@@ -72,6 +72,8 @@ def test_an_evaluation_is_one_pass_by_default(
         (["--seq-length", "48"], "document 0 has 70 tokens, more than --seq-length 48"),
         (["--global-batch-size", "3000000"], "global batch of 3000000 packs"),
         (["--lr", "1e-3", "--min-lr", "1e-2"], r"Megatron refuses.*min_lr"),
+        (["--normalization", "LayerNorm"], r"normalization is 'LayerNorm'.*needs 'RMSNorm'"),
+        (["--recompute-granularity", "full"], r"Megatron refuses.*recompute"),
     ],
 )
 def test_bad_launches_are_refused_before_anything_is_written(
@@ -82,6 +84,15 @@ def test_bad_launches_are_refused_before_anything_is_written(
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ckpt").exists()
     assert not dist.is_initialized()
+
+
+def test_documents_to_validate_on_must_fit_a_pack_too(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    make_store(tmp_path / "valid", lengths=[97])
+    valid = ("--valid-feature-store", str(tmp_path / "valid"), "--eval-iters", "1")
+    with pytest.raises(ConfigError, match="97 tokens, more than --seq-length 96"):
+        _prepare(monkeypatch, store, *valid)
 
 
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def test_a_good_launch_passes() -> None:
         (["--context-parallel-size", "2"], "1 ranks .*groups of 1 x 2"),
         (["--log-throughput"], "--log-throughput .*GPT"),
         (["--use-distributed-optimizer"], "--use-distributed-optimizer needs"),
-        (["--num-experts", "2"], "--num-experts"),
+        (["--num-experts", "2"], "--num-experts is not supported"),
+        (["--use-checkpoint-args"], "--use-checkpoint-args is not supported"),
         (["--dataloader-type", "cyclic"], "--dataloader-type 'cyclic'"),
     ],
 )
