@@ -92,7 +92,17 @@ def parse_args(
 ) -> argparse.Namespace:
     """Parse Megatron's arguments and ours; nothing is checked or made global yet."""
     arguments = importlib.import_module("megatron.training.arguments")
-    return arguments.parse_args(extra_args_provider)
+    return arguments.parse_args(lambda parser: _mend_help(extra_args_provider(parser)))
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Escape help texts with a bare ``%``: one of them and ``--help`` ends in a traceback."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = str(action.help).replace("%", "%%")
+    return parser
 
 
 def validate_args(args: argparse.Namespace) -> None:

@@ -37,12 +37,14 @@ class Recipe:
         train_arguments: Megatron's and ours, beside those that every recipe shares.
         iterations: training steps by minutes of the whole run.
         accept_len: what the trained drafter must reach, or None if the target decides.
+        new_tokens: longest continuation in the evaluation.
         must_beat: controls that the trained drafter must be clearly ahead of.
     """
 
     train_arguments: dict[str, Any]
     iterations_per_minute: float
     accept_len: float | None
+    new_tokens: int
     must_beat: tuple[str, ...]
 
 
@@ -63,6 +65,7 @@ RECIPES = {
         },
         iterations_per_minute=70,
         accept_len=4.0,
+        new_tokens=96,  # the length of the responses that it was trained on
         must_beat=("untrained", "no_context", "ngram"),
     ),
     "smollm2": Recipe(
@@ -81,6 +84,7 @@ RECIPES = {
         },
         iterations_per_minute=15,
         accept_len=None,
+        new_tokens=80,
         must_beat=("untrained", "no_context"),
     ),
 }
@@ -317,6 +321,7 @@ def main() -> int:
     stages.run("export", [*splitkv, *export], threads=1)
     evaluate = ["evaluate", "--drafter", str(drafter), "--target", str(data / "target")]
     evaluate += ["--prompts", str(data / "prompts.jsonl")]
+    evaluate += ["--max-new-tokens", str(RECIPES[args.target].new_tokens)]
     evaluate += ["--output", str(args.output / "evaluation.json")]
     evaluate += ["--plot", str(args.output / "acceptance.png")]
     stages.run("evaluate", [*splitkv, *evaluate], threads=RANKS)

@@ -14,7 +14,7 @@ from megatron_splitkv.attention.api import (
     split_context_parallel_attention,
 )
 from megatron_splitkv.attention.packed_seq_params import SplitKVPackedSeqParams
-from megatron_splitkv.config import CP_COMM_TYPES, ConfigError, require_choice
+from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
 from megatron_splitkv.plan import ContextPlan
 
 
@@ -57,6 +57,7 @@ class SplitKVCoreAttention(MegatronModule):
         super().__init__(config=config)
         self.strategy = "splitkv" if cp_comm_type is None else cp_comm_type
         require_choice("--cp-comm-type", self.strategy, CP_COMM_TYPES)
+        require_choice("--attention-kernel", kernel, KERNELS)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout > 0:
             raise ConfigError(

@@ -2,9 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
 from typing import Any
+
+from megatron_splitkv.cli.progress import stage_bars
+from megatron_splitkv.config import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,10 +48,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print the table, write and draw what was asked for."""
+    # Read when tqdm is imported: the bars of transformers would cut through ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
 
-    from megatron_splitkv.config import ConfigError
-    from megatron_splitkv.data.prepare import Stages
     from megatron_splitkv.data.target import load_target, load_tokenizer
     from megatron_splitkv.evaluate import (
         DraftModel,
@@ -73,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, tokenize)[: args.limit]
     target = load_target(args.target, dtype).to(args.device)
     drafter = DraftModel.from_tensors(config, tensors).to(args.device, dtype)
-    with _progress(quiet=args.json) as watch:
+    with stage_bars(quiet=args.json) as stages:
         result = evaluate_drafter(
             drafter,
             target,
             prompts,
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
-            stages=Stages(watch),
+            stages=stages,
         )
     values = {"drafter": args.drafter, "target": args.target, **result.to_json()}
     if args.output:
@@ -94,24 +96,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(result)
     return 0
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """A progress bar a stage, on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bars:
-
-        def watch(stage: str) -> Callable[[int, int], None]:
-            bar = bars.add_task(stage, total=None)
-            return lambda done, total: bars.update(bar, completed=done, total=total)
-
-        yield watch

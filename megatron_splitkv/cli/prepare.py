@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,11 +89,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes {args.minutes} must be more than 0")
     if args.sequence_length < 2:
         raise ConfigError(f"--sequence-length {args.sequence_length} must be at least 2")
+    # Read when tqdm is imported: the bars of transformers would cut through ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from megatron_splitkv.data.store import FeatureStore
-    from megatron_splitkv.data.target import import_transformers
 
-    # Its bars would cut through ours.
-    import_transformers().utils.logging.disable_progress_bar()
     with _stages(Console(stderr=True)) as stages:
         summary = _prepare(args, stages)
     for store in ("train", "valid"):

@@ -47,7 +47,7 @@ class SmolLM2Budget:
     def for_minutes(cls, minutes: float) -> Self:
         """A budget that leaves most of a whole quick start of that length to the drafter."""
         return cls(
-            responses=int(max(4, 4.8 * minutes)),
+            responses=int(min(144, max(4, 4.8 * minutes))),
             response_tokens=80 if minutes < 30 else 160,
             text_tokens=int(max(1024, 3000 * minutes)),
         )

@@ -6,15 +6,11 @@ Shape legend: N blocks, B block size, Q = N * B query rows, S context rows, n_q 
 d head width. Rows are global: blocks in layout order, context rows by packed position.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron_splitkv.data.anchors import BlockLayout
+from megatron_splitkv.data.anchors import BlockLayout
 
 
 def visibility_mask(layout: BlockLayout, context_length: int) -> torch.Tensor:

@@ -142,6 +142,7 @@ def test_no_cp_comm_type_is_megatrons_way_of_one_rank() -> None:
         ({"apply_query_key_layer_scaling": True}, {}, "--apply-query-key-layer-scaling"),
         ({"window_size": (127, 0)}, {}, "--window-size (127, 0)"),
         ({"softmax_type": "off-by-one"}, {}, "--softmax-type off-by-one"),
+        ({}, {"kernel": "flex"}, "--attention-kernel 'flex' is not known; choose one of: auto, "),
         ({"context_parallel_size": 2}, {}, "layer 1: pg_collection has no `cp` group"),
         (
             {"context_parallel_size": 2},

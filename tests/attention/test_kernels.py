@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_splitkv.attention.kernels import Kernel, cpu, cpu_tiles, naive, select_kernel
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import KERNELS, ConfigError
 from megatron_splitkv.plan import LeafLimits, Rectangles, Staircase, build_staircase
 from megatron_splitkv.testing import relative_error
 
@@ -182,6 +182,8 @@ def test_grouped_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_selection_by_name_and_device() -> None:
+    for name in KERNELS:
+        select_kernel(name, torch.device("cpu"))
     assert select_kernel("auto", torch.device("cpu")) is cpu
     assert select_kernel("auto", torch.device("cuda")) is naive
     assert select_kernel("naive", torch.device("cpu")) is naive

@@ -189,7 +189,7 @@ def test_budgets_grow_with_the_minutes() -> None:
     assert TinyBudget.for_minutes(10) == TinyBudget()
     assert SmolLM2Budget.for_minutes(10) == SmolLM2Budget()
     hour = SmolLM2Budget.for_minutes(60)
-    assert (hour.responses, hour.response_tokens, hour.text_tokens) == (288, 160, 180_000)
+    assert (hour.responses, hour.response_tokens, hour.text_tokens) == (144, 160, 180_000)
     assert TinyBudget.for_minutes(0.01).steps == 20
 
 

@@ -124,6 +124,20 @@ def test_a_crash_at_any_rename_leaves_no_store(
             assert (path / file.name).read_bytes() == file.read_bytes()
 
 
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    for name in ("shard-00007.safetensors", "shard-00008.safetensors.partial", "mine.txt"):
+        (folder / name).write_bytes(b"half")
+    _write(folder, _documents([4]))
+    assert {file.name for file in folder.iterdir()} == {
+        "index.json",
+        "mine.txt",
+        "shard-00000.safetensors",
+        "target_frozen.safetensors",
+    }
+
+
 def test_an_unfinished_writer_makes_no_store(tmp_path: Path) -> None:
     def write_half() -> None:
         with FeatureStoreWriter(tmp_path / "s", StoreMeta(TARGET, (1, 3))) as writer:

@@ -39,6 +39,9 @@ def test_client_reads_the_configuration(folder: Path) -> None:
     assert model.mask_token_id == DRAFTER.mask_token_id
     assert tuple(model.target_layer_ids) == DRAFTER.target_layer_ids
     assert model.dtype == torch.float32
+    exponents = torch.arange(0, DRAFTER.head_dim, 2) / DRAFTER.head_dim
+    torch.testing.assert_close(model.rotary_emb.inv_freq, DRAFTER.rope_theta**-exponents)
+    assert model.norm.variance_epsilon == DRAFTER.rms_norm_eps
     assert not any(layer.self_attn.is_causal for layer in model.layers)
 
 

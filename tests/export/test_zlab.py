@@ -1,5 +1,7 @@
 """The tensor mapping, on numbers that say where they come from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter import DFlashConfig
 from megatron_splitkv.export import from_zlab, to_zlab
 from megatron_splitkv.export.zlab import megatron_shapes, zlab_shapes
-from tests.drafter.harness import TINY
+from tests.drafter.harness import TINY as HARNESS_DRAFTER
+
+# Three groups: a number that no other axis of the fused tensor has.
+TINY = replace(HARNESS_DRAFTER, num_attention_heads=6, num_key_value_heads=3)
 
 
 def random_megatron(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
