@@ -70,7 +70,7 @@ def _pretrain_0_18(
     forward_step_func: Any,
     process_non_loss_data_func: Any = None,
 ) -> None:
-    _calls.append((cfg_container, train_valid_test_dataset_provider, model_provider))
+    _calls.append(locals())
 
 
 def _pretrain_0_19(
@@ -81,14 +81,23 @@ def _pretrain_0_19(
     model_provider: Any = None,
     process_non_loss_data_func: Any = None,
 ) -> None:
-    _calls.append((cfg_container, train_valid_test_dataset_provider, model_provider))
+    _calls.append(locals())
 
 
 def _pretrain_unknown(cfg_container: Any, builder: Any) -> None:
     raise AssertionError("must not be called")
 
 
-_calls: list[tuple[Any, Any, Any]] = []
+_calls: list[dict[str, Any]] = []
+
+
+def _datasets(num_samples: Any) -> None: ...
+
+
+def _model() -> None: ...
+
+
+def _step(data_iterator: Any, model: Any) -> None: ...
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, pretrain: Callable[..., None]) -> None:
@@ -101,9 +110,9 @@ def _run(monkeypatch: pytest.MonkeyPatch, pretrain: Callable[..., None]) -> None
     _calls.clear()
     compat.run_pretrain(
         None,  # type: ignore[arg-type]
-        datasets_provider=test_the_installed_megatron_is_supported,
-        model_provider=_run,
-        forward_step=_run,
+        datasets_provider=_datasets,
+        model_provider=_model,
+        forward_step=_step,
     )
 
 
@@ -113,7 +122,11 @@ def test_pretrain_is_called_right_in_both_forms(
 ) -> None:
     """The model provider arrives as such, and no model configuration silently replaces it."""
     _run(monkeypatch, pretrain)
-    assert _calls == [(("container", None), test_the_installed_megatron_is_supported, _run)]
+    (call,) = _calls
+    assert call["cfg_container"] == ("container", None)
+    assert call["train_valid_test_dataset_provider"] is _datasets
+    assert call["model_provider"] is _model
+    assert call["forward_step_func"] is _step
 
 
 def test_an_unknown_pretrain_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,8 @@ class Stages:
             return
         env = os.environ | {
             "OMP_NUM_THREADS": str(threads),
+            # Threads that spin while they wait make a busy machine several times slower.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

@@ -91,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sequence-length {args.sequence_length} must be at least 2")
     # Read when tqdm is imported: the bars of transformers would cut through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # Read when torch is imported: threads that spin while they wait make a small model's step an
+    # order of magnitude slower as soon as the machine has other work, and no faster otherwise.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_splitkv.data.store import FeatureStore
 
     with _stages(Console(stderr=True)) as stages:

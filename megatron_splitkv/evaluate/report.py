@@ -76,7 +76,7 @@ def _table(result: EvaluationResult) -> Table:
         title=f"Greedy speculative decoding: {len(result.prompt_ids)} prompts, up to "
         f"{result.max_new_tokens} new tokens, blocks of {result.block_size}",
         box=SIMPLE_HEAD,
-        pad_edge=False,
+        padding=(0, 1, 0, 0),
         show_edge=False,
     )
     table.add_column("proposals from", no_wrap=True)

@@ -32,25 +32,20 @@ class DatasetsProvider:
         self.setup = setup
 
     def __call__(
-        self, num_samples: tuple[int, int | None, int | None]
+        self, num_samples: tuple[int, int, int]
     ) -> tuple[PackDataset, PackDataset | None, None]:
         """Return (train, valid, None).
 
         Args:
-            num_samples: packs that Megatron will take of each split; for validation None with
-                ``--full-validation``.
+            num_samples: packs that Megatron will take of each split.
         """
         train = self._dataset(self.setup.store, num_items=num_samples[0])
-        if self.setup.valid_store is None:
+        period = self.setup.args.eval_iters * self.setup.args.eval_global_batch_size
+        if self.setup.valid_store is None or period == 0:
             return train, None, None
-        args = self.setup.args
-        if args.full_validation:
-            packing = self._packing(self.setup.valid_store)
-            period = num_items = packing.num_packs(0)
-        else:
-            period = args.eval_iters * args.eval_global_batch_size
-            num_items = period * _EVALUATIONS
-        valid = self._dataset(self.setup.valid_store, num_items=num_items, period=period)
+        valid = self._dataset(
+            self.setup.valid_store, num_items=period * _EVALUATIONS, period=period
+        )
         return train, valid, None
 
     def _dataset(
@@ -67,16 +62,13 @@ class DatasetsProvider:
         )
         return PackDataset(
             store,
-            self._packing(store),
+            PackedEpochs(store.lengths, args.seq_length, args.seed),
             recipe,
             num_items=num_items,
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=parallel_state.get_context_parallel_world_size(),
             period=period,
         )
-
-    def _packing(self, store: FeatureStore) -> PackedEpochs:
-        return PackedEpochs(store.lengths, self.setup.args.seq_length, self.setup.args.seed)
 
 
 class ModelProvider:

@@ -131,6 +131,11 @@ def _check_unsupported(args: argparse.Namespace) -> None:
     ):
         if value:
             raise ConfigError(f"{option} is not supported for a drafter; drop it")
+    if args.full_validation:
+        raise ConfigError(
+            "--full-validation is not supported; drop it: an evaluation is one pass over the "
+            "validation store unless --eval-iters says otherwise"
+        )
     if args.log_throughput:
         raise ConfigError(
             "--log-throughput is not supported: it counts the FLOPs of a GPT, not of a drafter; "

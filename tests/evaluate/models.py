@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron_splitkv.data.target import import_transformers
 from megatron_splitkv.drafter import DFlashConfig
 from megatron_splitkv.export.zlab import zlab_shapes
 
@@ -38,7 +39,7 @@ def tiny_target(kind: str = "qwen3") -> Any:
     All embeddings share a direction that survives the residual stream, the mask token's more than
     the others', and the head hears one token in it.
     """
-    transformers: Any = __import__("transformers")
+    transformers = import_transformers()
     common = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_replayed_controls_count_what_real_decoding_counts(
         DFlashDrafter(DraftModel.untrained(DRAFTER, seed=0), target),
         NGramDrafter(),
     ]
-    options = {"block_size": DRAFTER.block_size, "max_new_tokens": 37, "stop_token_ids": stop}
+    options: Any = {"block_size": DRAFTER.block_size, "max_new_tokens": 37, "stop_token_ids": stop}
     seen = set()
     with target_texts(target, DRAFTER.target_layer_ids) as new_text:
         for prompt in prompts(2):

@@ -58,6 +58,20 @@ def test_a5_ranks_agree_on_anchors_whatever_used_the_random_generators(
     assert len(set(digests[0])) == 5  # and every item, so every data-parallel replica, has its own
 
 
+def test_a_document_gets_new_anchors_each_time_it_comes(store: FeatureStore) -> None:
+    dataset = _dataset(store)
+
+    def anchors(item: int, document: int) -> list[int]:
+        slot = dataset.packing.pack_documents(item).tolist().index(document)
+        layout = _plan(dataset[item]).layout
+        of_document = slice(slot * RECIPE.num_anchors, (slot + 1) * RECIPE.num_anchors)
+        return (layout.anchor_positions - layout.document_starts)[of_document].tolist()
+
+    items = [i for i in range(20) if 0 in dataset.packing.pack_documents(i)][:3]
+    draws = [anchors(item, document=0) for item in items]
+    assert draws[0] != draws[1] != draws[2]
+
+
 def test_anchors_do_not_depend_on_the_context_parallel_size(store: FeatureStore) -> None:
     def kept(size: int) -> list[np.ndarray]:
         layouts = [_plan(_dataset(store, 0, size)[item]).layout for item in range(6)]

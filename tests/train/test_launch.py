@@ -18,7 +18,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.train.launch import exit_on_config_error
 rank = int(os.environ["RANK"])
 with exit_on_config_error():
-    time.sleep(1.0 if rank == 0 else 0.0)
+    time.sleep(4.0 if rank == 0 else 0.0)
     raise ConfigError("--option is wrong; use another")
 """
 

@@ -49,6 +49,7 @@ def test_a_good_launch_passes() -> None:
         (["--chunks-per-rank", "0"], "--chunks-per-rank 0"),
         (["--loss-decay-gamma", "0"], r"--loss-decay-gamma 0"),
         (["--context-parallel-size", "2"], "1 ranks .*groups of 1 x 2"),
+        (["--full-validation"], "--full-validation .*one pass"),
         (["--log-throughput"], "--log-throughput .*GPT"),
         (["--use-distributed-optimizer"], "--use-distributed-optimizer needs"),
         (["--num-experts", "2"], "--num-experts is not supported"),
