@@ -35,14 +35,16 @@ class Recipe:
 
     Args:
         train_arguments: Megatron's and ours, beside those that every recipe shares.
-        iterations: training steps by minutes of the whole run.
+        steps_per_minute: training steps for each minute that the other stages leave.
+        other_minutes: what the other stages take at least.
         accept_len: what the trained drafter must reach, or None if the target decides.
         new_tokens: longest continuation in the evaluation.
         must_beat: controls that the trained drafter must be clearly ahead of.
     """
 
     train_arguments: dict[str, Any]
-    iterations_per_minute: float
+    steps_per_minute: float
+    other_minutes: float
     accept_len: float | None
     new_tokens: int
     must_beat: tuple[str, ...]
@@ -63,7 +65,8 @@ RECIPES = {
             "--lr": 1.5e-3,
             "--weight-decay": 0,
         },
-        iterations_per_minute=70,
+        steps_per_minute=120,
+        other_minutes=2,
         accept_len=4.0,
         new_tokens=96,  # the length of the responses that it was trained on
         must_beat=("untrained", "no_context", "ngram"),
@@ -82,7 +85,8 @@ RECIPES = {
             "--lr": 1.5e-3,
             "--weight-decay": 0.01,
         },
-        iterations_per_minute=15,
+        steps_per_minute=30,
+        other_minutes=5,
         accept_len=None,
         new_tokens=80,
         must_beat=("untrained", "no_context"),
@@ -172,7 +176,8 @@ def watch_training(command: list[str], env: dict[str, str], output: Path) -> int
 def training_command(args: argparse.Namespace, data: Path, checkpoints: Path) -> list[str]:
     """The torchrun line of this run."""
     recipe = RECIPES[args.target]
-    steps = args.train_iters or max(20, int(recipe.iterations_per_minute * args.minutes))
+    minutes = args.minutes - recipe.other_minutes
+    steps = args.train_iters or max(20, int(recipe.steps_per_minute * minutes))
     options = {
         "--context-parallel-size": RANKS,
         "--cp-comm-type": "splitkv",
