@@ -3,22 +3,13 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
+from megatron_splitkv.cli.progress import stage_bars
 from megatron_splitkv.config import ConfigError
 
 # Torch and transformers are imported when the command runs, not when its --help is shown.
@@ -96,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_splitkv.data.store import FeatureStore
 
-    with _stages(Console(stderr=True)) as stages:
+    with stage_bars() as stages:
         summary = _prepare(args, stages)
     for store in ("train", "valid"):
         FeatureStore(args.output / store, verify="full")
@@ -170,28 +161,6 @@ def _layer_ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,9,17") from error
-
-
-@contextmanager
-def _stages(console: Console) -> "Iterator[Stages]":
-    """Stages that show themselves as one progress bar each."""
-    from megatron_splitkv.data.prepare import Stages
-
-    bars = Progress(
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-    def watch(name: str) -> Callable[[int, int], None]:
-        task = bars.add_task(name, total=None)
-        return lambda done, total: bars.update(task, completed=done, total=total)
-
-    with bars:
-        yield Stages(watch)
 
 
 def _table(summary: dict[str, Any], output: Path) -> Table:

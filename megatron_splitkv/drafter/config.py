@@ -18,6 +18,9 @@ from megatron_splitkv.data.meta import (
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+# Training writes it beside its checkpoints, export reads it there.
+DRAFTER_CONFIG_FILE = "drafter_config.json"
+
 
 @dataclass(frozen=True)
 class DFlashConfig:

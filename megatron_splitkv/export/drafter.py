@@ -6,13 +6,10 @@ from pathlib import Path
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
 from megatron_splitkv.export.checkpoint import find_iteration, read_model_tensors
 from megatron_splitkv.export.folder import write_drafter
 from megatron_splitkv.export.zlab import to_zlab
-
-# Training writes it beside its checkpoints.
-DRAFTER_CONFIG_FILE = "drafter_config.json"
 
 
 def export_drafter(

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import TargetInfo
-from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
 
-DRAFTER_CONFIG_FILE = "drafter_config.json"
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 # They may change between the runs of one drafter.
 _FREE_TO_CHANGE = frozenset({"loss_decay_gamma", "max_position_embeddings"})

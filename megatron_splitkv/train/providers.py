@@ -4,9 +4,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import ModuleSpec
 
-from megatron_splitkv.attention import SplitKVCoreAttention
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.model import DFlashModel
@@ -100,14 +98,12 @@ class ModelProvider:
         """
         args = self.setup.args
         embedding, head = self.setup.store.frozen()
-        layer_spec = get_dflash_layer_spec(args.transformer_impl)
-        layer_spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-            module=SplitKVCoreAttention, params={"kernel": args.attention_kernel}
-        )
         return DFlashModel(
             self.setup.config,
             self.setup.dflash,
-            layer_spec=layer_spec,
+            layer_spec=get_dflash_layer_spec(
+                args.transformer_impl, attention_kernel=args.attention_kernel
+            ),
             embedding_weight=embedding,
             head_weight=None if head is embedding else head,
             pg_collection=pg_collection,

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.cpu import cpu_mode
-from megatron_splitkv.drafter.config import DFlashConfig
-from megatron_splitkv.train.drafter_file import DRAFTER_CONFIG_FILE, check_checkpoint_folder
+from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
+from megatron_splitkv.train.drafter_file import check_checkpoint_folder
 from megatron_splitkv.train.setup import TrainingSetup, prepare_training
 from tests.train.launches import TINY_DRAFTER, make_store
 
