@@ -85,10 +85,10 @@ RECIPES = {
             "--lr": 1.5e-3,
             "--weight-decay": 0.01,
         },
-        steps_per_minute=30,
+        steps_per_minute=40,
         other_minutes=5,
         accept_len=None,
-        new_tokens=80,
+        new_tokens=64,
         must_beat=("untrained", "no_context"),
     ),
 }
