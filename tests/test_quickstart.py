@@ -1,0 +1,47 @@
+"""The whole way, in small: text, target, features, two ranks of training, export, decoding."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.job
+@pytest.mark.timeout(400)
+def test_the_quick_start_leaves_what_it_promises(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    command = [sys.executable, "tools/quickstart.py", "--minutes", "0.2", "--train-iters", "4"]
+    command += ["--output", str(output)]
+    env = os.environ | {"COLUMNS": "200"}
+    run = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "equal the target's plain greedy decoding token for token" in run.stdout
+
+    report = json.loads((output / "report.json").read_text())
+    assert set(report["accept_len"]) == {"trained", "untrained", "no_context", "ngram"}
+    assert report["greedy_equal"] is True
+    assert len(report["train_loss"]) == 4
+    assert set(report["seconds"]) == {"prepare", "train", "export", "evaluate"}
+    assert 0 <= report["imbalance"] < 1
+    # 2 layers on 2 ranks: q, out, dO and dq in fp32, and the log-sum-exps and deltas. The pack is
+    # the last of the log: its blocks follow from the documents that fit.
+    query_rows = report["bytes_per_layer"] / (0.5 * 4 * (4 * 4 * 24 + 5 * 4))
+    assert query_rows == int(query_rows)
+    assert query_rows % (24 * 8) == 0
+    for name in ("plan.png", "training.png", "acceptance.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
+    for name in ("model.safetensors", "config.json"):
+        assert (output / "drafter" / name).is_file()
+
+    again = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert again.returncode == 0
+    assert again.stdout.count("not run again") == 4
