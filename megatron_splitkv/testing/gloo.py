@@ -17,6 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -68,10 +69,13 @@ class GlooPool:
             raise
 
     def close(self) -> None:
-        """End the ranks; harmless when there are none."""
+        """End the ranks and whatever they started; harmless when there are none."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
+            # Megatron's checkpoint writer leaves a process behind that outlives a killed parent.
+            for orphan in _descendants(process.pid):
+                orphan.kill()
             process.kill()
             process.join()
         self._processes, self._connections = [], []
@@ -128,6 +132,13 @@ class GlooPool:
             hung = sorted(pending.values())
             raise TimeoutError(f"ranks {hung} did not answer within {timeout:g} s")
         return results
+
+
+def _descendants(pid: int | None) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True) if pid is not None else []
+    except psutil.NoSuchProcess:
+        return []
 
 
 _POOLS: dict[int, GlooPool] = {}
