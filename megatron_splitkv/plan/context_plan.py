@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
-from megatron_splitkv.plan.pricing import price_chunks
+from megatron_splitkv.plan.pricing import price_chunks, price_own_blocks
 from megatron_splitkv.plan.staircase import (
     DEFAULT_LEAF_LIMITS,
     LeafLimits,
@@ -161,8 +161,7 @@ class ContextPlan:
     @cached_property
     def work(self) -> NDArray[np.int64]:
         """`context_work` and the B x B pairs of every kept block that the rank owns, int64[P]."""
-        kept = self.layout.block_keep_mask.reshape(self.cp_size, -1).sum(axis=1, dtype=np.int64)
-        return self.context_work + kept * self.layout.block_size**2
+        return self.context_work + price_own_blocks(self.layout, self.cp_size)
 
     @property
     def imbalance(self) -> float:

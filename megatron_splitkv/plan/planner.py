@@ -4,8 +4,9 @@ import numpy as np
 
 from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError, require_choice
 from megatron_splitkv.data.anchors import BlockLayout
+from megatron_splitkv.plan.balanced import assign_balanced
 from megatron_splitkv.plan.context_plan import ContextPlan, check_layout
-from megatron_splitkv.plan.pricing import price_chunks
+from megatron_splitkv.plan.pricing import price_chunks, price_own_blocks
 from megatron_splitkv.plan.strategies import (
     assign_contiguous,
     assign_lpt,
@@ -32,7 +33,7 @@ def build_plan(
         context_length: S, rows of the packed context, tail padding included.
         cp_size: P.
         strategy: `none` (contiguous rows), `zigzag` (2P chunks a document, mirrored), `lpt` (the
-            paper's), or `balanced` (the default: the best that we have, today `lpt`).
+            paper's), or `balanced` (the default: differencing and swaps, own blocks counted too).
         chunks_per_rank: J, chunks a rank; by default as many as leave every chunk one kernel tile
             long, at most 32. `zigzag` has its own cut and ignores it.
 
@@ -53,6 +54,7 @@ def build_plan(
     if chunks_per_rank < 1:
         raise ConfigError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
     check_layout(layout, context_length)
+    padded = _pad_blocks(layout, cp_size)
 
     if strategy == "zigzag":
         ends = np.array([0, context_length], dtype=np.int64)
@@ -63,9 +65,12 @@ def build_plan(
         bounds = equal_chunks(context_length, num_chunks)
         if strategy == "none":
             owner = assign_contiguous(num_chunks, cp_size)
-        else:
+        elif strategy == "lpt":
             owner = assign_lpt(price_chunks(layout, bounds), cp_size, chunks_per_rank)
-    return ContextPlan(_pad_blocks(layout, cp_size), bounds, owner, cp_size, strategy)
+        else:
+            chunk_work, own_work = price_chunks(layout, bounds), price_own_blocks(padded, cp_size)
+            owner = assign_balanced(chunk_work, own_work, chunks_per_rank)
+    return ContextPlan(padded, bounds, owner, cp_size, strategy)
 
 
 def _pad_blocks(layout: BlockLayout, multiple: int) -> BlockLayout:

@@ -54,6 +54,20 @@ def price_chunks(layout: BlockLayout, chunk_bounds: NDArray[np.int64]) -> NDArra
     return np.diff(cumulative_context_work(layout, chunk_bounds))
 
 
+def price_own_blocks(layout: BlockLayout, cp_size: int) -> NDArray[np.int64]:
+    """Query-key pairs of every rank's kept blocks with themselves, B x B each.
+
+    Args:
+        layout: the blocks, a multiple of `cp_size` of them; a rank owns N / P consecutive ones.
+        cp_size: P.
+
+    Shape:
+        -> int64[P].
+    """
+    kept = layout.block_keep_mask.reshape(cp_size, -1).sum(axis=1, dtype=np.int64)
+    return kept * layout.block_size**2
+
+
 def _prefix_sum(values: NDArray[np.int64]) -> NDArray[np.int64]:
     total = np.zeros(values.size + 1, dtype=np.int64)
     np.cumsum(values, out=total[1:])

@@ -178,6 +178,7 @@ def test_papers_workload_is_balanced():
     layout, total = layout_of(documents, block_size=16)
     for cp_size in (8, 16, 32, 64):
         assert build_plan(layout, total, cp_size, strategy="lpt").imbalance < 0.0038
+        assert build_plan(layout, total, cp_size, strategy="balanced").imbalance < 2e-5
         assert build_plan(layout, total, cp_size, strategy="zigzag").imbalance > 0.02
         assert build_plan(layout, total, cp_size, strategy="none").imbalance > 0.3
 
