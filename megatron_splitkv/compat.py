@@ -159,6 +159,9 @@ def run_pretrain(
         datasets_provider: ``(num_samples) -> (train, valid, test)``.
         model_provider: builds the model; used because the configuration container names none.
         forward_step: ``(data_iterator, model) -> (output, loss_func)``.
+
+    Raises:
+        ConfigError: on every rank, when a resumed run has another learning-rate schedule.
     """
     training = importlib.import_module("megatron.training.training")
     argument_utils = importlib.import_module("megatron.training.argument_utils")
@@ -176,7 +179,15 @@ def run_pretrain(
     }
     # By keyword: 0.18 and 0.19 disagree about the position of model_provider.
     require_parameters(training.pretrain, arguments)
-    training.pretrain(**arguments)
+    try:
+        training.pretrain(**arguments)
+    except AssertionError as error:
+        if "OptimizerParamScheduler" not in str(error):
+            raise
+        raise ConfigError(
+            f"the checkpoint was written with another learning-rate schedule ({error}); give the "
+            "same --train-iters and warm-up, or add --override-opt-param-scheduler"
+        ) from error
     if torch.distributed.is_initialized():  # Megatron leaves the groups to the script
         torch.distributed.destroy_process_group()
 

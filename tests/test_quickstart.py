@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_quick_start_leaves_what_it_promises(tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = [sys.executable, "tools/quickstart.py", "--minutes", "0.2", "--train-iters", "4"]
@@ -45,3 +45,13 @@ def test_the_quick_start_leaves_what_it_promises(tmp_path: Path) -> None:
     )
     assert again.returncode == 0
     assert again.stdout.count("not run again") == 4
+
+    # Another length is another run from training on: its predecessor's checkpoints must not stay.
+    command[command.index("--train-iters") + 1] = "3"
+    other = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert other.returncode == 0, other.stdout[-4000:]
+    assert other.stdout.count("not run again") == 1
+    assert other.stdout.count("it is of another run") == 3
+    assert len(json.loads((output / "report.json").read_text())["train_loss"]) == 3

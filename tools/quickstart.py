@@ -26,7 +26,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 # Frugal enough for a laptop: kernels of two ranks share two cores.
 RANKS = 2
 MINUTES_THAT_SHOW_QUALITY = 8
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*?drafter loss: ([\d.E+-]+)")
+ITERATION = re.compile(
+    r"iteration\s+(\d+)/\s*(\d+) \|.*?drafter loss: ([\d.E+-]+) \| accept_len: ([\d.E+-]+)"
+)
 console = Console()
 
 
@@ -106,20 +108,36 @@ class Stages:
         )
         self.key = ""
 
-    def run(self, name: str, command: list[str], *, threads: int, watch: bool = False) -> None:
+    def run(
+        self, name: str, command: list[str], writes: Path, *, threads: int, watch: bool = False
+    ) -> None:
         """Run a command as a stage, or skip it if it finished before with the same history.
+
+        A stage that was begun with the same history goes on with what it wrote; one whose command
+        or history has changed starts without it.
+
+        Args:
+            name: of the stage.
+            command: what to run.
+            writes: file or folder that the stage leaves.
+            threads: of each process.
+            watch: the command is a training job.
 
         Raises:
             SystemExit: the command failed; its exit code is passed on.
         """
         content = self.key + json.dumps([name, command])
         self.key = hashlib.sha256(content.encode()).hexdigest()
-        shown = ["splitkv" if part == "megatron_splitkv" else part for part in command]
         console.rule(f"[bold]{name}")
-        console.print(shlex.join(shown).replace(sys.executable, "python"), style="dim")
-        if self.done.get(name, {}).get("key") == self.key:
+        console.print(as_typed(command), style="dim", highlight=False)
+        before = self.done.get(name, {})
+        if before.get("key") == self.key and "seconds" in before and writes.exists():
             console.print("finished before; not run again (--fresh starts anew)")
             return
+        if before.get("key") != self.key and writes.exists():
+            console.print(f"removing {writes}: it is of another run", style="dim")
+            shutil.rmtree(writes) if writes.is_dir() else writes.unlink()
+        self._note(name, {"key": self.key})
         env = os.environ | {
             "OMP_NUM_THREADS": str(threads),
             # Threads that spin while they wait make a busy machine several times slower.
@@ -132,10 +150,20 @@ class Stages:
         if code:
             console.print(f"[red]{name} failed with exit code {code}")
             sys.exit(code)
-        self.done[name] = {"key": self.key, "seconds": round(time.perf_counter() - start, 1)}
+        self._note(name, {"key": self.key, "seconds": round(time.perf_counter() - start, 1)})
+
+    def _note(self, name: str, state: dict[str, Any]) -> None:
+        self.done[name] = state
         aside = self.file.with_suffix(".partial")
         aside.write_text(json.dumps(self.done, indent=1))
         aside.replace(self.file)
+
+
+def as_typed(command: list[str]) -> str:
+    """The command as a user of the environment would type it."""
+    typed = shlex.join(command).replace(sys.executable, "python")
+    typed = typed.replace("python -m megatron_splitkv ", "splitkv ", 1)
+    return typed.replace("python -m torch.distributed.run", "torchrun", 1)
 
 
 def call(command: list[str], env: dict[str, str]) -> int:
@@ -154,8 +182,9 @@ def watch_training(command: list[str], env: dict[str, str], output: Path) -> int
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    resumes = (output / "checkpoints").exists()
     with (
-        open(log, "w") as file,
+        open(log, "a" if resumes else "w") as file,
         subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as job,
@@ -169,8 +198,12 @@ def watch_training(command: list[str], env: dict[str, str], output: Path) -> int
             if match := ITERATION.search(line):
                 step, total, loss = int(match[1]), int(match[2]), float(match[3])
                 progress.update(bar, completed=step, total=total, description=f"loss {loss:.3f}")
+        if job.wait() == 0:
+            progress.update(bar, completed=progress.tasks[0].total)
     if job.returncode:
-        console.print("".join(log.read_text().splitlines(keepends=True)[-25:]), markup=False)
+        lines = log.read_text().splitlines()
+        reasons = [line for line in lines if line.startswith("error: ")] or lines[-25:]
+        console.print("\n".join(reasons), markup=False)
     return job.returncode
 
 
@@ -219,11 +252,15 @@ def write_report(args: argparse.Namespace, stages: Stages, data: Path) -> dict[s
         scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
         return Curve([s.step for s in scalars], [s.value for s in scalars])
 
+    # The printed log has the means of its intervals, TensorBoard the last step of each.
+    log = (args.output / "train.log").read_text()
+    means = {int(m[1]): (float(m[3]), float(m[4])) for m in ITERATION.finditer(log)}
+    loss, accept_len = ([pair[i] for pair in means.values()] for i in range(2))
     draw_training(
         TrainingCurves(
-            curve("drafter loss"),
+            Curve(list(means), loss),
             curve("drafter loss validation"),
-            curve("accept_len"),
+            Curve(list(means), accept_len),
             curve("accept_len validation"),
         ),
         args.output / "training.png",
@@ -234,7 +271,7 @@ def write_report(args: argparse.Namespace, stages: Stages, data: Path) -> dict[s
     report |= {
         "imbalance": sum(imbalance) / len(imbalance),
         "bytes_per_layer": curve("bytes per layer").values[-1],
-        "train_loss": curve("drafter loss").values,
+        "train_loss": loss,
         "seconds": {name: stage["seconds"] for name, stage in stages.done.items()},
     }
     write_json(report, args.output / "report.json")
@@ -283,8 +320,10 @@ def verdict(report: dict[str, Any], recipe: Recipe) -> list[str]:
 def print_files(output: Path, report: dict[str, Any]) -> None:
     """Where everything is, and the numbers that the table does not show."""
     console.rule("[bold]result")
+    lengths = ", ".join(f"{name} {value:.2f}" for name, value in report["accept_len"].items())
+    console.print(f"tokens per draft step: {lengths}")
     console.print(
-        f"plan imbalance {100 * report['imbalance']:.2f} %, "
+        f"plan imbalance {100 * report['imbalance']:.3f} %, "
         f"{report['bytes_per_layer']:,.0f} bytes sent by a rank per layer and step, whatever the "
         f"context length"
     )
@@ -305,7 +344,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=sorted(RECIPES), default="tiny")
     parser.add_argument("--minutes", type=float, default=10, help="budget of the run (default 10)")
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument(
+        "--output", type=Path, help="default: runs/quickstart, or runs/quickstart-TARGET"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--train-iters", type=int, help="steps, instead of those of the minutes")
     parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
@@ -314,6 +355,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = build_parser().parse_args()
+    if args.output is None:
+        suffix = "" if args.target == "tiny" else f"-{args.target}"
+        args.output = Path(f"runs/quickstart{suffix}")
     if args.fresh:
         shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -323,16 +367,17 @@ def main() -> int:
 
     prepare = ["prepare", "--target", args.target, "--output", str(data), "--overwrite"]
     prepare += ["--minutes", str(args.minutes), "--seed", str(args.seed)]
-    stages.run("prepare", [*splitkv, *prepare], threads=RANKS)
-    stages.run("train", training_command(args, data, checkpoints), threads=1, watch=True)
+    stages.run("prepare", [*splitkv, *prepare], data, threads=RANKS)
+    training = training_command(args, data, checkpoints)
+    stages.run("train", training, checkpoints, threads=1, watch=True)
     export = ["export", "--checkpoint", str(checkpoints), "--output", str(drafter)]
-    stages.run("export", [*splitkv, *export], threads=1)
+    stages.run("export", [*splitkv, *export], drafter, threads=1)
     evaluate = ["evaluate", "--drafter", str(drafter), "--target", str(data / "target")]
     evaluate += ["--prompts", str(data / "prompts.jsonl")]
     evaluate += ["--max-new-tokens", str(RECIPES[args.target].new_tokens)]
     evaluate += ["--output", str(args.output / "evaluation.json")]
     evaluate += ["--plot", str(args.output / "acceptance.png")]
-    stages.run("evaluate", [*splitkv, *evaluate], threads=RANKS)
+    stages.run("evaluate", [*splitkv, *evaluate], args.output / "evaluation.json", threads=RANKS)
     report = write_report(args, stages, data)
     print_files(args.output, report)
     if args.train_iters or args.minutes < MINUTES_THAT_SHOW_QUALITY:

@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; ``sys.argv`` when None.
 
     Returns:
-        The exit code: 0, or 2 for bad input.
+        The exit code: 0, or 2 for bad input, files that cannot be read or written included.
     """
     args = build_parser().parse_args(argv)
     command = import_module(f"megatron_splitkv.cli.{args.command}")
     try:
         return command.run(args)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"splitkv {args.command}: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from megatron_splitkv.cli.progress import stage_bars
@@ -64,6 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}, it must be at least 1")
+    if args.seed < 0:
+        raise ConfigError(f"--seed {args.seed} must not be negative")
+    for file in filter(None, (args.output, args.plot)):
+        Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)  # fails before the work
+    if args.device.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {args.device} is not known; use cpu or cuda")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {args.device}: this machine has no CUDA device; use cpu")
 

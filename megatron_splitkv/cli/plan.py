@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError
 
+MAX_TOKENS = 1 << 28  # the described workload's loss mask lies in memory
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand's parser."""
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_splitkv.plan import build_plan
 
     lengths = parse_lengths(args.documents)
+    if args.seed < 0:
+        raise ConfigError(f"--seed {args.seed} must not be negative")
     if not 0 <= args.prompt_fraction < 1:
         raise ConfigError(f"--prompt-fraction {args.prompt_fraction} must be in [0, 1)")
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
@@ -108,9 +112,10 @@ def parse_lengths(text: str) -> NDArray[np.int64]:
             lengths += [int(length)] * (int(count) if count else 1)
     except ValueError:
         lengths = []
-    if not lengths or min(lengths) < 1:
+    if not lengths or min(lengths) < 1 or sum(lengths) > MAX_TOKENS:
         raise ConfigError(
-            f"--documents {text!r} is not a list of lengths; write '4x262144' or '3072,256,256'"
+            f"--documents {text!r} is not a list of lengths, up to {MAX_TOKENS:,} tokens together; "
+            "write '4x262144' or '3072,256'"
         )
     return np.array(lengths, dtype=np.int64)
 

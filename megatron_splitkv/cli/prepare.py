@@ -76,8 +76,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare a run folder; returns the exit code."""
-    if args.minutes <= 0:
-        raise ConfigError(f"--minutes {args.minutes} must be more than 0")
+    if not 0 < args.minutes < float("inf"):
+        raise ConfigError(f"--minutes {args.minutes} must be more than 0, and finite")
+    if args.seed < 0:
+        raise ConfigError(f"--seed {args.seed} must not be negative")
     if args.sequence_length < 2:
         raise ConfigError(f"--sequence-length {args.sequence_length} must be at least 2")
     # Read when tqdm is imported: the bars of transformers would cut through ours.

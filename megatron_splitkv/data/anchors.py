@@ -6,8 +6,9 @@ uninterrupted one, and a document keeps its anchors wherever the packer puts it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -75,6 +76,21 @@ class BlockLayout:
     def num_blocks(self) -> int:
         """N, padding blocks included."""
         return int(self.anchor_positions.size)
+
+    def without_padding(self) -> Self:
+        """The kept blocks alone, or one padding block if none is kept.
+
+        Padding costs no attention, but its rows are gathered and go through every linear layer:
+        a pack of many short documents would be mostly padding.
+        """
+        keep = self.block_keep_mask
+        chosen = keep if keep.any() else np.arange(keep.size) == 0
+        return replace(
+            self,
+            anchor_positions=self.anchor_positions[chosen],
+            document_starts=self.document_starts[chosen],
+            block_keep_mask=keep[chosen],
+        )
 
 
 def select_anchors(

@@ -90,21 +90,22 @@ class PackedEpochs:
         self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
 
     def _pack_epoch(self, epoch: int) -> list[np.ndarray]:
-        rng = np.random.default_rng([self.seed, epoch])
-        order = rng.permutation(self.lengths.size)
+        # Raw words of a bit generator are the same in every numpy; shuffles of a Generator are not.
+        words = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
+        order = np.argsort(words.random_raw(self.lengths.size), kind="stable")
         packs: list[np.ndarray] = []
         for start in range(0, order.size, _WINDOW):
-            packs += self._pack_window(order[start : start + _WINDOW], rng)
-        return [packs[i] for i in rng.permutation(len(packs))]
+            packs += self._pack_window(order[start : start + _WINDOW], words)
+        return [packs[i] for i in np.argsort(words.random_raw(len(packs)), kind="stable")]
 
-    def _pack_window(self, documents: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    def _pack_window(self, documents: np.ndarray, words: np.random.Philox) -> list[np.ndarray]:
         room = np.full(documents.size, self.seq_length, dtype=np.int64)
         pack_of = np.empty(documents.size, dtype=np.int64)
         for i, length in enumerate(self.lengths[documents]):
             pack_of[i] = np.argmax(room >= length)
             room[pack_of[i]] -= length
         # Documents that fill a gap are short and come late; no place in a pack shall prefer them.
-        by_pack = np.lexsort((rng.random(documents.size), pack_of))
+        by_pack = np.lexsort((words.random_raw(documents.size), pack_of))
         bounds = np.flatnonzero(np.diff(pack_of[by_pack])) + 1
         return np.split(documents[by_pack], bounds)
 

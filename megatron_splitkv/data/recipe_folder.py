@@ -38,8 +38,8 @@ def prepare_folder(
         samples: from `read_samples`.
         sequence_length: longer samples are cut on the right, and counted.
         target_layer_ids: tapped layers; up to five spread ones when None.
-        mask_token_id: an unused row of the embedding; the first one that the tokenizer does not
-            know when None.
+        mask_token_id: an unused row of the embedding; when None, the tokenizer's mask token, or the
+            first row that the tokenizer does not know.
         dtype: dtype of the features on disk.
         stages: clock and watcher.
 
@@ -64,6 +64,8 @@ def prepare_folder(
 def _mask_token(model: Any, tokenizer: Any, mask_token_id: int | None) -> int:
     if mask_token_id is not None:
         return mask_token_id
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) >= rows:
         raise ConfigError(

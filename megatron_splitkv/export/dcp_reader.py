@@ -91,7 +91,7 @@ class TensorReader(dcp.FileSystemReader):
         try:
             with open(path, "rb") as file:
                 metadata = _TableUnpickler(file).load()
-        except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        except (OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError) as error:
             raise ConfigError(f"checkpoint metadata {path} is unreadable: {error}") from error
         if not isinstance(metadata, Metadata):
             raise ConfigError(f"checkpoint metadata {path} is no table of tensors")

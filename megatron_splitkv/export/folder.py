@@ -47,6 +47,8 @@ def write_drafter(
     save_file(dict(tensors), aside / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(to_config_json(config, dtypes.pop()), indent=2)
     (aside / CONFIG_FILE).write_text(text + "\n")
+    # The library's writer shuts out other users, a server's among them.
+    (aside / WEIGHTS_FILE).chmod((aside / CONFIG_FILE).stat().st_mode)
     if path.exists():
         path.rename(old)
     aside.rename(path)

@@ -51,12 +51,13 @@ def fixed_point_loss(
     Shape:
         ``weights [N * B]``; all others scalars.
     """
-    pack_weight = all_reduce_sum(weights.sum(), cp_group, label="pack_weight")
+    # In fp64, so that the order of the ranks cannot tip the rounding.
+    pack_weight = all_reduce_sum(weights.sum(dtype=torch.float64), cp_group, label="pack_weight")
     count = (FIXED_POINT_SCALE * pack_weight).round().clamp(min=1) * (pack_weight > 0)
     scale = torch.where(pack_weight > 0, count / pack_weight, 0.0)
     reports_count = group_rank(cp_group) == 0
     num_tokens = count.to(torch.int32) if reports_count else count.new_zeros((), dtype=torch.int32)
-    return numerator * scale, num_tokens
+    return numerator * scale.to(numerator.dtype), num_tokens
 
 
 def check_token_count(num_blocks: int, block_size: int, gamma: float, packs_per_step: int) -> None:

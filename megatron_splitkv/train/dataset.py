@@ -8,6 +8,7 @@ a word, and no rank reads context rows of another.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -85,14 +86,15 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
         layout = select_anchors(
             pack.loss_mask,
             pack.cu_seqlens,
-            num_anchors=recipe.num_anchors,
+            # No document has more candidates than tokens.
+            num_anchors=min(recipe.num_anchors, int(np.diff(pack.cu_seqlens).max())),
             block_size=recipe.block_size,
             seed=recipe.seed,
             step=item,
             sample_ids=pack.document_ids,
         )
         plan = build_plan(
-            layout,
+            layout.without_padding(),
             int(pack.cu_seqlens[-1]),
             self.cp_size,
             strategy=recipe.plan_strategy,

@@ -9,6 +9,7 @@ import numpy as np
 from megatron.core.transformer import TransformerConfig
 
 from megatron_splitkv import compat
+from megatron_splitkv.config import ConfigError
 from megatron_splitkv.cpu import enable_cpu_mode
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
@@ -87,10 +88,30 @@ def prepare_training() -> TrainingSetup:
     for option, folder in (("--load", args.load), ("--save", args.save)):
         if folder is not None:
             check_checkpoint_folder(option, folder, dflash, store.meta.target)
+    if args.save is not None:
+        check_writable("--save", args.save)
     if args.save is not None and args.rank == 0:
         write_drafter_config(args.save, dflash, store.meta.target)
     compat.publish_args(args)
     return TrainingSetup(args, config, dflash, store, valid_store)
+
+
+def check_writable(option: str, folder: str) -> None:
+    """Make a folder, or refuse one that cannot be made or written to.
+
+    Args:
+        option: the option that named it.
+        folder: its value.
+
+    Raises:
+        ConfigError: on every rank that sees the same file system.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {folder} cannot be written to; choose another folder")
 
 
 def open_store(path: str, verify: str) -> FeatureStore:

@@ -6,6 +6,9 @@ and files, never another rank, so every rank comes to the same end.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from megatron_splitkv import compat
 from megatron_splitkv.config import (
@@ -15,7 +18,7 @@ from megatron_splitkv.config import (
     ConfigError,
     require_choice,
 )
-from megatron_splitkv.data.meta import StoreMeta
+from megatron_splitkv.data.meta import StoreMeta, check_mask_token
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -41,6 +44,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     require_choice("--attention-kernel", args.attention_kernel, KERNELS)
     require_choice("--verify-feature-store", args.verify_feature_store, ("auto", "size", "full"))
     require_choice("--dataloader-type", args.dataloader_type, ("single",))
+    require_choice("--ckpt-format", args.ckpt_format, ("torch_dist",))
+    require_choice("--optimizer", args.optimizer, ("adam", "sgd"))
+    require_choice("--position-embedding-type", args.position_embedding_type, ("none",))
     check_cp_comm_type(args.cp_comm_type, args.num_layers)
     _check_sizes(args)
     _check_parallelism(args)
@@ -78,15 +84,39 @@ def _check_sizes(args: argparse.Namespace) -> None:
         ("--num-anchors", args.num_anchors, 1),
         ("--seq-length", args.seq_length, 1),
         ("--num-layers", args.num_layers, 1),
+        ("--train-iters", args.train_iters, 1),
+        ("--log-interval", args.log_interval, 1),
+        ("--eval-interval", args.eval_interval, 1),
+        ("--eval-iters", args.eval_iters, 0),
+        ("--seed", args.seed, 0),
+        ("--tensor-model-parallel-size", args.tensor_model_parallel_size, 1),
+        ("--context-parallel-size", args.context_parallel_size, 1),
     ):
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"{option} {value} is too small; it must be at least {least}")
     if args.chunks_per_rank is not None and args.chunks_per_rank < 1:
         raise ConfigError(
             f"--chunks-per-rank {args.chunks_per_rank} is too small; it must be at least 1"
         )
-    if not args.loss_decay_gamma > 0:
-        raise ConfigError(f"--loss-decay-gamma {args.loss_decay_gamma} must be positive")
+    # exp(-69) is 1e-30: weights below that are lost in the sums of fp32.
+    least_gamma = (args.block_size - 2) / 69
+    if not args.loss_decay_gamma > least_gamma:
+        raise ConfigError(
+            f"--loss-decay-gamma {args.loss_decay_gamma} is too small: the last of "
+            f"{args.block_size} slots would weigh nothing; it must be above {least_gamma:.3g}"
+        )
+    _check_warm_up(args)
+
+
+def _check_warm_up(args: argparse.Namespace) -> None:
+    fraction, steps = args.lr_warmup_fraction, args.lr_warmup_iters
+    if fraction is not None and not 0 <= fraction < 1:
+        raise ConfigError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
+    if steps and args.train_iters and steps >= args.train_iters:
+        raise ConfigError(
+            f"--lr-warmup-iters {steps} leaves nothing of --train-iters {args.train_iters}; "
+            "warm up over fewer"
+        )
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
@@ -128,6 +158,8 @@ def _check_unsupported(args: argparse.Namespace) -> None:
         ("--mtp-num-layers", args.mtp_num_layers),
         ("--hybrid-context-parallel", args.hybrid_context_parallel),
         ("--use-checkpoint-args", args.use_checkpoint_args),
+        ("--data-path", args.data_path),
+        ("--mock-data", args.mock_data),
     ):
         if value:
             raise ConfigError(f"{option} is not supported for a drafter; drop it")
@@ -136,6 +168,8 @@ def _check_unsupported(args: argparse.Namespace) -> None:
             "--full-validation is not supported; drop it: an evaluation is one pass over the "
             "validation store unless --eval-iters says otherwise"
         )
+    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--distributed-backend nccl needs a GPU; drop it, gloo is the default")
     if args.log_throughput:
         raise ConfigError(
             "--log-throughput is not supported: it counts the FLOPs of a GPT, not of a drafter; "
@@ -170,6 +204,7 @@ def check_against_store(args: argparse.Namespace, meta: StoreMeta) -> None:
                 f"{option} {value} differs from the target's {of_target}: embedding and head are "
                 "the target's; drop the option"
             )
+    check_mask_token(replace(target, mask_token_id=args.mask_token_id))
     tp = args.tensor_model_parallel_size
     for name, heads in (
         ("--num-attention-heads", args.num_attention_heads),

@@ -185,3 +185,17 @@ def test_a_layout_does_not_change_with_its_inputs():
     layout = BlockLayout(anchors, [0, 0], [True, True], 4)
     anchors[0] = 4
     assert layout.anchor_positions.tolist() == [3, 5]
+
+
+def test_without_padding_leaves_the_kept_blocks():
+    layout = draw(np.ones(12, dtype=bool), [0, 3, 12], num_anchors=5)
+    compact = layout.without_padding()
+    assert compact.anchor_positions.tolist() == kept(layout)
+    assert compact.document_starts.tolist() == [0, 0, 3, 3, 3, 3, 3]
+    assert compact.block_keep_mask.all()
+    assert compact.block_size == layout.block_size
+
+
+def test_without_padding_leaves_one_block_where_nothing_is_kept():
+    compact = draw(np.zeros(12, dtype=bool), [0, 3, 12]).without_padding()
+    assert compact.block_keep_mask.tolist() == [False]

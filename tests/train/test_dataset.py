@@ -1,5 +1,6 @@
 """Items follow from their index alone: on every rank, at every evaluation, after a resume."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,15 @@ def store(tmp_path: Path) -> FeatureStore:
 
 
 def _dataset(
-    store: FeatureStore, rank: int = 0, size: int = 1, period: int | None = None
+    store: FeatureStore,
+    rank: int = 0,
+    size: int = 1,
+    period: int | None = None,
+    recipe: BlockRecipe = RECIPE,
 ) -> PackDataset:
     packing = PackedEpochs(store.lengths, 96, seed=5)
     return PackDataset(
-        store, packing, RECIPE, num_items=40, cp_rank=rank, cp_size=size, period=period
+        store, packing, recipe, num_items=40, cp_rank=rank, cp_size=size, period=period
     )
 
 
@@ -130,3 +135,14 @@ def test_collation_and_back_keeps_the_plan_bitwise(store: FeatureStore) -> None:
         "block_label_mask",
         "block_keep_mask",
     }
+
+
+def test_short_documents_do_not_fill_a_pack_with_padding(store: FeatureStore) -> None:
+    """Only the blocks that round the count up to a multiple of P are padding."""
+    few, many = (
+        _dataset(store, size=3, recipe=replace(RECIPE, num_anchors=n)) for n in (999, 10**9)
+    )
+    for item in range(4):
+        keep = few[item]["plan.block_keep_mask"]
+        assert (~keep).sum() < 3
+        assert torch.equal(many[item]["plan.anchor_positions"], few[item]["plan.anchor_positions"])
