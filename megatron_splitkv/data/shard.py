@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
@@ -188,6 +188,16 @@ def read_into(handle: int, path: Path, offset: int, out: np.ndarray) -> None:
                 "is truncated; run `splitkv prepare` again"
             )
         done += count
+
+
+def seal_index(index: dict[str, Any]) -> dict[str, Any]:
+    """The index with a SHA-256 of all its other entries under ``sha256``.
+
+    Lengths and offsets are as easily damaged as features, and cut documents wrongly without a word.
+    """
+    content = {name: value for name, value in index.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def file_sha256(path: Path) -> str:

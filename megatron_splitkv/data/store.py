@@ -24,6 +24,7 @@ from megatron_splitkv.data.shard import (
     ShardLayout,
     file_sha256,
     read_into,
+    seal_index,
 )
 
 INDEX_FILE = "index.json"
@@ -61,11 +62,20 @@ class FeatureStore:
                 ShardEntry(s["file"], s["bytes"], s["sha256"], tuple(s["lengths"]))
                 for s in index["shards"]
             ]
-            self._frozen: dict[str, Any] | None = index["frozen"]
+            frozen = index["frozen"]
+            self._frozen: dict[str, Any] | None = (
+                None
+                if frozen is None
+                else {key: frozen[key] for key in ("file", "bytes", "sha256")}
+            )
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{self.path / INDEX_FILE} is incomplete: {error!r}") from error
+        if not self._shards:
+            raise ConfigError(
+                f"{self.path / INDEX_FILE} lists no shard; run `splitkv prepare` again"
+            )
         self._layouts = [
             ShardLayout.of(shard.rows, self.meta.feature_width, self.meta.dtype)
             for shard in self._shards
@@ -230,5 +240,10 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} has schema version {version}, this version reads {SCHEMA_VERSION}; "
             "prepare the store again, or use the version that wrote it"
+        )
+    if (expected := seal_index(index)["sha256"]) != index.get("sha256"):
+        raise ConfigError(
+            f"{file} is corrupted: its checksum is sha256 {index.get('sha256')}, its content's "
+            f"{expected}; run `splitkv prepare` again"
         )
     return index

@@ -17,6 +17,7 @@ from megatron_splitkv.data.shard import (
     Document,
     ShardEntry,
     publish,
+    seal_index,
     write_shard,
 )
 from megatron_splitkv.data.store import EMBEDDING_KEY, FROZEN_FILE, HEAD_KEY, INDEX_FILE
@@ -149,7 +150,7 @@ class FeatureStoreWriter:
         }
         path = self.path / INDEX_FILE
         with open(path.with_name(path.name + PARTIAL_SUFFIX), "wb") as file:
-            file.write(json.dumps(index, indent=1).encode())
+            file.write(json.dumps(seal_index(index), indent=1).encode())
             publish(file, path)
 
     def __enter__(self) -> Self:

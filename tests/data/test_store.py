@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, default_target_layer_ids
-from megatron_splitkv.data.shard import ShardLayout
+from megatron_splitkv.data.shard import ShardLayout, seal_index
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.store_writer import FeatureStoreWriter
 from megatron_splitkv.testing.synthetic import make_synthetic_store
@@ -202,10 +202,32 @@ def test_other_schema_version_and_broken_index_are_refused(tmp_path: Path) -> No
     file.write_text(json.dumps({**index, "schema_version": 99}))
     with pytest.raises(ConfigError, match="schema version 99, this version reads 1"):
         FeatureStore(tmp_path / "s")
-    for broken in ("{", "[]", "{}", json.dumps({**index, "shards": [{}]})):
+    for broken in ("{", "[]", "{}", json.dumps(seal_index({**index, "shards": [{}]}))):
         file.write_text(broken)
         with pytest.raises(ConfigError, match=r"index\.json"):
             FeatureStore(tmp_path / "s")
+
+
+@pytest.mark.parametrize("value", ["abc", [], 5, None, {"id": "x"}])
+@pytest.mark.parametrize("name", ["target", "shards", "frozen", "target_layer_ids", "dtype"])
+def test_an_index_of_another_shape_is_one_line(tmp_path: Path, name: str, value: object) -> None:
+    if name == "frozen" and value is None:
+        value = {}  # a store without frozen tensors is legal
+    make_synthetic_store(tmp_path / "s", [5])
+    file = tmp_path / "s" / "index.json"
+    file.write_text(json.dumps(seal_index({**json.loads(file.read_text()), name: value})))
+    with pytest.raises(ConfigError):
+        FeatureStore(tmp_path / "s", verify="full")
+
+
+def test_exchanged_lengths_are_found_although_every_size_fits(tmp_path: Path) -> None:
+    make_synthetic_store(tmp_path / "s", [5, 7])
+    file = tmp_path / "s" / "index.json"
+    index = json.loads(file.read_text())
+    index["shards"][0]["lengths"].reverse()
+    file.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json is corrupted: its checksum is sha256"):
+        FeatureStore(tmp_path / "s")
 
 
 def test_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -304,6 +326,6 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
         file.write(np.arange(width, dtype=np.float32).tobytes())
     entry = {"file": shard.name, "bytes": layout.end, "sha256": "", "lengths": [3, rows - 3]}
     index = {"schema_version": 1, **meta.to_json(), "frozen": None, "shards": [entry]}
-    (tmp_path / "index.json").write_text(json.dumps(index))
+    (tmp_path / "index.json").write_text(json.dumps(seal_index(index)))
     features = FeatureStore(tmp_path).read_features(1, rows - 6, rows - 3)
     assert features.sum(1).tolist() == [0, width * (width - 1) / 2, 0]

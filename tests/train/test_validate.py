@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.shard import seal_index
 from megatron_splitkv.train.arguments import complete_arguments
 from megatron_splitkv.train.setup import open_store
 from megatron_splitkv.train.validate import (
@@ -179,6 +180,6 @@ def test_a_tapped_layer_out_of_range_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "s" / "index.json"
     content = json.loads(index.read_text())
     content["target_layer_ids"] = [1, 6]
-    index.write_text(json.dumps(content))
+    index.write_text(json.dumps(seal_index(content)))
     with pytest.raises(ConfigError, match="layer 6 does not exist"):
         open_store(str(tmp_path / "s"), "auto")
