@@ -106,15 +106,12 @@ def training_command(args: argparse.Namespace, data: Path, checkpoints: Path) ->
         "--save": checkpoints,
         "--load": checkpoints,
     }
-    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
+    # As a module: the environment's own, whatever is on PATH.
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    launcher = ["--standalone", "--nproc-per-node", str(RANKS)]
     arguments = [str(part) for pair in options.items() for part in pair]
     module = ["-m", "megatron_splitkv.pretrain_dflash", "--calculate-per-token-loss"]
-    return [sys.executable, "-m", *torchrun_module(launcher), *module, *arguments]
-
-
-def torchrun_module(launcher: list[str]) -> list[str]:
-    """`torchrun` as a module, so that it is the environment's own."""
-    return ["torch.distributed.run", *launcher[1:]]
+    return [*torchrun, *launcher, *module, *arguments]
 
 
 def write_report(args: argparse.Namespace, stages: Stages, data: Path) -> dict[str, Any]:
