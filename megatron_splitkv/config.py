@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 
 CP_COMM_TYPES: tuple[str, ...] = ("splitkv",)
-PLAN_STRATEGIES: tuple[str, ...] = ("none", "zigzag", "lpt", "balanced")
-KERNELS: tuple[str, ...] = ("auto", "naive", "cpu")
+PLAN_STRATEGIES: tuple[str, ...] = ("none", "zigzag", "lpt", "balanced", "balanced-local")
+KERNELS: tuple[str, ...] = ("auto", "naive", "cpu", "te", "flash", "flex")
+GATHER_PLACES: tuple[str, ...] = ("auto", "q", "hidden")
+SCATTER_PLACES: tuple[str, ...] = ("auto", "heads", "proj")
+QUERY_CASTS: tuple[str, ...] = ("auto", "all", "group")
+SAVE_POLICIES: tuple[str, ...] = ("gathered", "own")
 
 
 class ConfigError(ValueError):

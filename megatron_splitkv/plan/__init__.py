@@ -1,12 +1,16 @@
 """Plans: which context-parallel rank holds which context rows and draft blocks."""
 
+from megatron_splitkv.plan.attention_plan import AttentionPlan
 from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.planner import build_plan
+from megatron_splitkv.plan.query_cast import QueryCast
 from megatron_splitkv.plan.staircase import LeafLimits, Rectangles, Staircase, build_staircase
 
 __all__ = [
+    "AttentionPlan",
     "ContextPlan",
     "LeafLimits",
+    "QueryCast",
     "Rectangles",
     "Staircase",
     "build_plan",

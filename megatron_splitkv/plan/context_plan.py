@@ -7,7 +7,7 @@ no more than its chunks and blocks.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -16,17 +16,14 @@ from numpy.typing import NDArray
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
+from megatron_splitkv.plan.attention_plan import AttentionPlan
+from megatron_splitkv.plan.own_blocks import own_block_staircase
 from megatron_splitkv.plan.pricing import price_chunks, price_own_blocks
-from megatron_splitkv.plan.staircase import (
-    DEFAULT_LEAF_LIMITS,
-    LeafLimits,
-    Staircase,
-    build_staircase,
-)
+from megatron_splitkv.plan.staircase import LeafLimits, Staircase, build_staircase
 
 
 @dataclass(frozen=True, eq=False)
-class ContextPlan:
+class ContextPlan(AttentionPlan):
     """Owners of the context chunks and of the draft blocks of one packed micro-batch.
 
     "Local" rows are a rank's context rows in ascending global order. Blocks are owned in layout
@@ -49,9 +46,6 @@ class ContextPlan:
     chunk_owner: NDArray[np.int64]
     cp_size: int
     strategy: str
-    _staircases: dict[tuple[int, LeafLimits], Staircase] = field(
-        default_factory=dict, init=False, repr=False
-    )
 
     def __post_init__(self) -> None:
         for name in ("chunk_bounds", "chunk_owner"):
@@ -74,6 +68,16 @@ class ContextPlan:
     def context_length(self) -> int:
         """S, context rows over all ranks."""
         return int(self.chunk_bounds[-1])
+
+    @property
+    def block_size(self) -> int:
+        """B, slots of a draft block."""
+        return self.layout.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """N, padding blocks included."""
+        return self.layout.num_blocks
 
     # Rows and blocks of a rank
 
@@ -131,18 +135,33 @@ class ContextPlan:
         end = self._local_rows_before(rank, self.layout.anchor_positions)
         return np.where(keep, start, 0), np.where(keep, end, 0)
 
-    def staircase(self, rank: int, limits: LeafLimits = DEFAULT_LEAF_LIMITS) -> Staircase:
-        """The rank's visible (block, key) pairs as dense rectangles; built once and kept.
+    def needs(self, window: int | None = None) -> NDArray[np.bool_]:
+        """Whether a rank holds context that a block sees, by the chunks that the block's touches.
 
-        Args:
-            rank: whose keys.
-            limits: when a corner of the staircase stays whole; a kernel's choice.
+        Shape:
+            bool[P, N].
         """
-        if (rank, limits) not in self._staircases:
-            self._staircases[rank, limits] = build_staircase(
-                *self.key_ranges(rank), self.layout.block_size, limits
-            )
-        return self._staircases[rank, limits]
+        filled = np.flatnonzero(np.diff(self.chunk_bounds))
+        bounds, owner = self.chunk_bounds[filled], self.chunk_owner[filled]
+        held = np.zeros((filled.size + 1, self.cp_size), dtype=np.int64)
+        held[np.arange(1, filled.size + 1), owner] = 1
+        np.cumsum(held, axis=0, out=held)  # chunks of each rank before a chunk
+        start, end = self.layout.document_starts, self.layout.anchor_positions
+        first = np.maximum(np.searchsorted(bounds, start, side="right") - 1, 0)
+        after = np.searchsorted(bounds, end)
+        seen = (held[np.maximum(after, first)] > held[first]).T
+        return seen & (self.layout.block_keep_mask & (start < end))
+
+    def build_staircase(
+        self, rank: int, blocks: NDArray[np.int64], limits: LeafLimits, window: int | None
+    ) -> Staircase:
+        """See `AttentionPlan.staircase`."""
+        start, end = self.key_ranges(rank)
+        return build_staircase(start[blocks], end[blocks], self.block_size, limits)
+
+    def build_own_staircase(self, rank: int, window: int | None) -> Staircase:
+        """See `AttentionPlan.own_staircase`."""
+        return own_block_staircase(self.layout.block_keep_mask[self.blocks(rank)], self.block_size)
 
     # Work
 

@@ -6,6 +6,7 @@ from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError, require_choice
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.balanced import assign_balanced
 from megatron_splitkv.plan.context_plan import ContextPlan, check_layout
+from megatron_splitkv.plan.local import local_chunks
 from megatron_splitkv.plan.pricing import price_chunks, price_own_blocks
 from megatron_splitkv.plan.strategies import (
     assign_contiguous,
@@ -33,7 +34,8 @@ def build_plan(
         context_length: S, rows of the packed context, tail padding included.
         cp_size: P.
         strategy: `none` (contiguous rows), `zigzag` (2P chunks a document, mirrored), `lpt` (the
-            paper's), or `balanced` (the default: differencing and swaps, own blocks counted too).
+            paper's), `balanced` (the default: differencing and swaps, own blocks counted too), or
+            `balanced-local` (balanced, each document within as few ranks as balance allows).
         chunks_per_rank: J, chunks a rank; by default as many as leave every chunk one kernel tile
             long, at most 32. `zigzag` has its own cut and ignores it.
 
@@ -60,6 +62,8 @@ def build_plan(
         ends = np.array([0, context_length], dtype=np.int64)
         documents = np.union1d(layout.document_starts, ends)
         bounds, owner = zigzag_chunks(documents, cp_size)
+    elif strategy == "balanced-local":
+        bounds, owner = local_chunks(padded, context_length, cp_size, chunks_per_rank)
     else:
         num_chunks = cp_size * chunks_per_rank
         bounds = equal_chunks(context_length, num_chunks)

@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 class LeafLimits:
     """When a corner of the staircase stays whole.
 
-    A corner becomes a leaf if it has at most `blocks` blocks and `keys` keys, or at most `pairs`
-    query-key pairs. With `blocks` and `pairs` 0 there are no leaves and not one pair is computed
-    in vain; thin rectangles then waste kernel tiles instead.
+    A corner becomes a leaf if it has at most `rows` query rows and `keys` keys, or at most `pairs`
+    query-key pairs. With `rows` and `pairs` 0 there are no leaves and not one pair is computed in
+    vain; thin rectangles then waste kernel tiles instead.
 
     Args:
-        blocks: blocks that fit one kernel tile (128 query rows at B = 16).
+        rows: query rows of one kernel tile.
         keys: bounds the masked scores of a leaf where anchors are few and far apart.
         pairs: one kernel tile of 128 x 128.
     """
 
-    blocks: int = 8
+    rows: int = 128
     keys: int = 2048
     pairs: int = 128 * 128
 
@@ -59,33 +59,61 @@ class Rectangles:
         """Sum of the areas, in blocks x keys."""
         return int(((self.q_end - self.q_start) * (self.k_end - self.k_start)).sum())
 
+    def disjoint(self) -> list["Rectangles"]:
+        """The rectangles in as few sets as possible whose query ranges are disjoint, in order."""
+        # Sorted by their start, rectangle i overlaps those before it that end after its start.
+        ends = np.sort(self.q_end)
+        depth = np.arange(len(self)) - np.searchsorted(ends, self.q_start, side="right")
+        sets, last_end = np.zeros(len(self), dtype=np.int64), [0]
+        if depth.any():
+            for i, (start, end) in enumerate(zip(self.q_start, self.q_end, strict=True)):
+                free = next((s for s, e in enumerate(last_end) if e <= start), len(last_end))
+                last_end[free : free + 1] = [end]
+                sets[i] = free
+        return [self._select(np.flatnonzero(sets == s)) for s in range(len(last_end))]
+
+    def _select(self, chosen: NDArray[np.int64]) -> "Rectangles":
+        return Rectangles(
+            self.q_start[chosen], self.q_end[chosen], self.k_start[chosen], self.k_end[chosen]
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Staircase:
-    """The visible (block, key) pairs of one rank: dense levels and masked leaves, each pair once.
+    """Which of one rank's keys every query row sees, as dense levels and masked leaves.
+
+    A query row sees one contiguous range of local keys. Each visible (row, key) pair is in exactly
+    one rectangle or leaf.
 
     Args:
         levels: dense rectangles; within a level query ranges are disjoint and ascending and so are
             key ranges. No rectangle is empty.
-        leaves: masked remainders: block i of a leaf sees keys `k_start <= k < key_end[i]`, at least
-            one and never beyond `k_end`. Query ranges are disjoint and ascending; so are key
-            ranges if the layout is in the order of `select_anchors`.
-        key_start: first visible local key of every block.
-        key_end: end of the visible local keys of every block; equal to `key_start` where nothing
-            is visible, 0 for padding blocks.
-        needed_pairs: visible query-key pairs (query rows, B a block).
+        leaves: masked remainders: a row of a leaf sees the leaf's keys that are also its own
+            (`row_start <= key < row_end`). In ascending order of their query ranges, which are
+            disjoint if all rows of a block see the same; so are the key ranges if moreover the
+            blocks are in the order of `select_anchors`.
+        row_start: first visible local key of every query row.
+        row_end: end of the visible local keys; equal to `row_start` where nothing is visible.
+        block_size: B, query rows a block.
+        needed_pairs: visible query-key pairs.
         executed_pairs: the pairs that the rectangles and whole leaves hold.
 
     Shape:
-        key_start, key_end int64[N].
+        row_start, row_end int64[N * B].
     """
 
     levels: list[Rectangles]
     leaves: Rectangles
-    key_start: NDArray[np.int64]
-    key_end: NDArray[np.int64]
+    row_start: NDArray[np.int64]
+    row_end: NDArray[np.int64]
+    block_size: int
     needed_pairs: int
     executed_pairs: int
+
+    @property
+    def num_rows(self) -> int:
+        """Q, query rows."""
+        return int(self.row_start.size)
 
 
 def build_staircase(
@@ -118,8 +146,9 @@ def build_staircase(
     return Staircase(
         levels=levels,
         leaves=merged,
-        key_start=key_start,
-        key_end=key_end,
+        row_start=key_start.repeat(block_size),
+        row_end=key_end.repeat(block_size),
+        block_size=block_size,
         needed_pairs=block_size * int((key_end - key_start).sum()),
         executed_pairs=block_size * cells,
     )
@@ -177,7 +206,7 @@ def _decompose(
         if lo.size == 0:
             return levels, leaves
         keys = end[hi - 1] - k0
-        is_leaf = ((hi - lo <= limits.blocks) & (keys <= limits.keys)) | (
+        is_leaf = (((hi - lo) * block_size <= limits.rows) & (keys <= limits.keys)) | (
             (hi - lo) * keys * block_size <= limits.pairs
         )
         if is_leaf.any():

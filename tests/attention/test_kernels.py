@@ -26,9 +26,9 @@ def _tensors(
 
 
 def _run(kernel: Kernel, staircase: Staircase, num_keys: int) -> list[torch.Tensor]:
-    q, k, v, grad_out = _tensors(staircase.key_end.size, num_keys)
-    out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
-    grads = kernel.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3)
+    q, k, v, grad_out = _tensors(staircase.num_rows // B, num_keys)
+    out, lse = kernel.forward(q, k, v, staircase, 0.3)
+    grads = kernel.backward(grad_out, q, k, v, out, lse, staircase, 0.3)
     return [out, lse.exp(), *grads]  # exp: rows that see nothing compare as 0
 
 
@@ -46,7 +46,7 @@ def _documents(*ends: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize("view_pairs", [1, 2000, 10**9])
 @pytest.mark.parametrize("batch_pairs", [1, 5000, 10**9])
-@pytest.mark.parametrize("limits", [LeafLimits(0, 0, 0), LeafLimits(3, 10, 60), LeafLimits()])
+@pytest.mark.parametrize("limits", [LeafLimits(0, 0, 0), LeafLimits(12, 10, 60), LeafLimits()])
 def test_cpu_kernel_equals_its_twin_however_tiled(
     monkeypatch: pytest.MonkeyPatch, view_pairs: int, batch_pairs: int, limits: LeafLimits
 ) -> None:
@@ -68,8 +68,8 @@ def test_twin_equals_plain_softmax() -> None:
     scores = scores.masked_fill(hidden, -torch.inf)
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), leaves[2])
     expected.backward(grad_out)
-    out, lse = naive.forward(q, k, v, staircase, B, 0.3)
-    grads = naive.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3)
+    out, lse = naive.forward(q, k, v, staircase, 0.3)
+    grads = naive.backward(grad_out, q, k, v, out, lse, staircase, 0.3)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, scores.logsumexp(-1).T)
     for grad, leaf in zip(grads, leaves, strict=True):
@@ -84,12 +84,12 @@ def test_nothing_to_see_is_zero_and_minus_infinity(
     none = np.zeros(num_blocks, dtype=np.int64)
     staircase = build_staircase(none, none, B)
     q, k, v, grad_out = _tensors(num_blocks, num_keys)
-    out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
+    out, lse = kernel.forward(q, k, v, staircase, 0.3)
     assert out.shape == q.shape
     assert out.count_nonzero() == 0
     assert bool((lse == -torch.inf).all())
     for grad, x in zip(
-        kernel.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3), (q, k, v), strict=True
+        kernel.backward(grad_out, q, k, v, out, lse, staircase, 0.3), (q, k, v), strict=True
     ):
         assert grad.shape == x.shape
         assert grad.count_nonzero() == 0
@@ -101,13 +101,14 @@ def test_rows_of_a_leaf_that_see_nothing_have_no_weight() -> None:
     staircase = Staircase(
         levels=[],
         leaves=Rectangles(one, one + 2, one, one + 6),
-        key_start=np.array([0, 0]),
-        key_end=np.array([0, 6]),
+        row_start=np.zeros(2 * B, dtype=np.int64),
+        row_end=np.repeat([0, 6], B),
+        block_size=B,
         needed_pairs=6 * B,
         executed_pairs=12 * B,
     )
     q, k, v, _ = _tensors(2, 6)
-    out, lse = cpu.forward(q, k, v, staircase, B, 0.3)
+    out, lse = cpu.forward(q, k, v, staircase, 0.3)
     assert bool((lse[:B] == -torch.inf).all())
     assert out[:B].count_nonzero() == 0
     assert bool(torch.isfinite(lse[B:]).all())
@@ -118,8 +119,8 @@ def test_empty_rectangles_do_not_end_the_process() -> None:
     at = np.array([0], dtype=np.int64)
     empty_keys = Rectangles(at, at + 1, at + 2, at + 2)
     empty_blocks = Rectangles(at, at, at, at + 2)
-    zero = np.zeros(1, dtype=np.int64)
-    staircase = Staircase([empty_keys, empty_blocks], NOTHING, zero, zero, 0, 0)
+    zero = np.zeros(B, dtype=np.int64)
+    staircase = Staircase([empty_keys, empty_blocks], NOTHING, zero, zero, B, 0, 0)
     _assert_twins(staircase, 6)
 
 
@@ -130,8 +131,8 @@ def test_rows_that_nothing_sees_may_hold_nan(kernel: Kernel) -> None:
     end = start + np.concatenate([np.arange(49, 64), np.arange(47, 62)])
     start[-1] = end[-1] = 0  # a padding block behind the second document's 14
     leaves = Rectangles(*np.array([[0, 15], [15, 29], [0, 63], [63, 124]]))
-    staircase = Staircase([], leaves, start, end, needed_pairs=0, executed_pairs=0)
-    assert len(list(cpu_tiles._lay_out(staircase.leaves, staircase.key_end, B))) == 1
+    staircase = Staircase([], leaves, start.repeat(B), end.repeat(B), B, 0, 0)
+    assert len(list(cpu_tiles._lay_out(leaves, staircase, masked=True))) == 1
     results = []
     for fill in (0.0, torch.nan):
         q, k, v, grad_out = _tensors(30, 63 + 61 + 5)
@@ -139,8 +140,8 @@ def test_rows_that_nothing_sees_may_hold_nan(kernel: Kernel) -> None:
             x[-B:] = fill
         for x in (k, v):
             x[-5:] = fill
-        out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
-        results.append([out, lse, *kernel.backward(grad_out, q, k, v, out, lse, staircase, B, 0.3)])
+        out, lse = kernel.forward(q, k, v, staircase, 0.3)
+        results.append([out, lse, *kernel.backward(grad_out, q, k, v, out, lse, staircase, 0.3)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -151,11 +152,11 @@ def test_low_precision_inputs_give_fp32_partials(kernel: Kernel, dtype: torch.dt
     staircase = build_staircase(start, end, B)
     q, k, v, grad_out = (x.to(dtype) for x in _tensors(39, 40, num_heads=8, num_key_heads=1))
     exact = [x.double() for x in (q, k, v, grad_out)]
-    out, lse = kernel.forward(q, k, v, staircase, B, 0.3)
-    true_out, true_lse = naive.forward(*exact[:3], staircase, B, 0.3)
-    grads = kernel.backward(grad_out, q, k, v, out.to(dtype), lse, staircase, B, 0.3)
+    out, lse = kernel.forward(q, k, v, staircase, 0.3)
+    true_out, true_lse = naive.forward(*exact[:3], staircase, 0.3)
+    grads = kernel.backward(grad_out, q, k, v, out.to(dtype), lse, staircase, 0.3)
     true = naive.backward(
-        exact[3], *exact[:3], out.to(dtype).double(), lse.double(), staircase, B, 0.3
+        exact[3], *exact[:3], out.to(dtype).double(), lse.double(), staircase, 0.3
     )
     assert [x.dtype for x in (out, lse, *grads)] == [torch.float32] * 3 + [dtype] * 2
     # Partials are exact for the rounded inputs; only dk and dv are rounded, once.
@@ -177,7 +178,7 @@ def test_grouped_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
         return right(q, k, v, **options)
 
     monkeypatch.setattr(cpu, "_flash_forward", spy)
-    cpu.forward(q, k, v, staircase, B, 0.3)
+    cpu.forward(q, k, v, staircase, 0.3)
     assert set(heads) == {(8, 2, 2)}
 
 

@@ -113,7 +113,7 @@ def _solve_on_poisoned_memory(problem: Problem) -> list[torch.Tensor]:
         assert bool(torch.empty(4).isnan().all()), "fresh memory is poisoned"
         kernel = select_kernel(problem.kernel, q.device)
         context = shard_keys(k, plan, rank)[: plan.num_rows(rank)]
-        partial = kernel.forward(q, context, context, plan.staircase(rank), problem.block_size, 1.0)
+        partial = kernel.forward(q, context, context, plan.staircase(rank), 1.0)
         share = attend_sharded(problem, plan, problem.tensors(plan), dist.group.WORLD)
     finally:
         torch.use_deterministic_algorithms(False)

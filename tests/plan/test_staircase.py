@@ -5,24 +5,26 @@ from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, LeafLimits, build_plan, build_staircase
 from tests.plan.layouts import fig5_layout, layout_of, random_plan, visible
 
-NO_LEAVES = LeafLimits(blocks=0, keys=0, pairs=0)
+NO_LEAVES = LeafLimits(rows=0, keys=0, pairs=0)
 LIMITS = [
     NO_LEAVES,
-    LeafLimits(blocks=2, keys=3, pairs=0),
-    LeafLimits(blocks=3, keys=1000, pairs=10),
+    LeafLimits(rows=8, keys=3, pairs=0),
+    LeafLimits(rows=12, keys=1000, pairs=10),
     LeafLimits(),
 ]
 
 
 def count_coverage(staircase, num_keys):
-    """How often the rectangles compute each (block, local key)."""
-    count = np.zeros((staircase.key_end.size, num_keys), dtype=int)
+    """How often the rectangles compute each (query row, local key)."""
+    size = staircase.block_size
+    count = np.zeros((staircase.num_rows, num_keys), dtype=int)
     for level in staircase.levels:
         for q0, q1, k0, k1 in columns(level):
-            count[q0:q1, k0:k1] += 1
+            count[q0 * size : q1 * size, k0:k1] += 1
     for q0, q1, k0, k1 in columns(staircase.leaves):
-        for block in range(q0, q1):
-            count[block, k0 : min(int(staircase.key_end[block]), k1)] += 1
+        for row in range(q0 * size, q1 * size):
+            first, last = int(staircase.row_start[row]), int(staircase.row_end[row])
+            count[row, max(first, k0) : min(last, k1)] += 1
     return count
 
 
@@ -43,15 +45,17 @@ def assert_disjoint_and_ascending(rectangles, *, keys=True):
 def assert_exact(plan, rank, limits, *, ordered=True):
     staircase = plan.staircase(rank, limits)
     seen = visible(plan.layout, plan.rows(rank))
-    np.testing.assert_array_equal(count_coverage(staircase, plan.num_rows(rank)), seen)
+    by_row = seen.repeat(plan.block_size, axis=0)
+    np.testing.assert_array_equal(count_coverage(staircase, plan.num_rows(rank)), by_row)
     for level in staircase.levels:
         assert len(level)
         assert_disjoint_and_ascending(level)
     leaves = staircase.leaves
     assert_disjoint_and_ascending(leaves, keys=ordered)
     for q0, q1, k0, k1 in columns(leaves):
-        assert (staircase.key_end[q0:q1] > k0).all()  # every row of a leaf sees something
-        assert staircase.key_end[q1 - 1] == k1
+        rows = slice(q0 * staircase.block_size, q1 * staircase.block_size)
+        assert (staircase.row_end[rows] > k0).all()  # every row of a leaf sees something
+        assert staircase.row_end[rows][-1] == k1
 
     size = plan.layout.block_size
     cells = [*columns(leaves), *(c for level in staircase.levels for c in columns(level))]
@@ -134,16 +138,16 @@ def test_shape_of_a_small_staircase():
 
 def test_leaf_limits():
     key_start, key_end = np.zeros(4, int), np.array([2, 5, 7, 9])
-    whole = build_staircase(key_start, key_end, 1, LeafLimits(blocks=3, keys=7, pairs=0))
+    whole = build_staircase(key_start, key_end, 1, LeafLimits(rows=3, keys=7, pairs=0))
     assert columns(whole.leaves) == [[1, 4, 2, 9]]
     assert (whole.needed_pairs, whole.executed_pairs) == (23, 4 * 2 + 3 * 7)
     for limits in (
-        LeafLimits(blocks=2, keys=7, pairs=0),
-        LeafLimits(blocks=3, keys=6, pairs=0),
-        LeafLimits(blocks=0, keys=0, pairs=20),
+        LeafLimits(rows=2, keys=7, pairs=0),
+        LeafLimits(rows=3, keys=6, pairs=0),
+        LeafLimits(rows=0, keys=0, pairs=20),
     ):
         assert len(build_staircase(key_start, key_end, 1, limits).levels) > 1
-    by_pairs = build_staircase(key_start, key_end, 1, LeafLimits(blocks=0, keys=0, pairs=21))
+    by_pairs = build_staircase(key_start, key_end, 1, LeafLimits(rows=0, keys=0, pairs=21))
     assert columns(by_pairs.leaves) == columns(whole.leaves)
 
 

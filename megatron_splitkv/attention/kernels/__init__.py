@@ -29,7 +29,6 @@ class Kernel(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         staircase: Staircase,
-        block_size: int,
         softmax_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of all queries over these keys.
@@ -52,7 +51,6 @@ class Kernel(Protocol):
         out_carrier: torch.Tensor,
         lse: torch.Tensor,
         staircase: Staircase,
-        block_size: int,
         softmax_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients through these keys.
@@ -64,8 +62,7 @@ class Kernel(Protocol):
             v: their values.
             out_carrier: any tensor whose rowsum with `grad_out` is that of the whole output.
             lse: log-sum-exp over all keys, not only these.
-            staircase: which of these keys each block sees.
-            block_size: B.
+            staircase: which of these keys each query row sees.
             softmax_scale: factor on the scores.
 
         Returns:

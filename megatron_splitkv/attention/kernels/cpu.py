@@ -26,7 +26,6 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     staircase: Staircase,
-    block_size: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernel.forward`."""
@@ -34,7 +33,7 @@ def forward(
     dtype = accumulator_dtype(q.dtype)
     out = q.new_zeros(q.shape, dtype=dtype)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
-    for tile in tiles_of(staircase, block_size):
+    for tile in tiles_of(staircase):
         tile_k = tile.keys(k).to(dtype)
         tile_out, tile_lse = _flash_forward(
             tile.queries(q).to(dtype),
@@ -44,7 +43,8 @@ def forward(
             scale=softmax_scale,
         )
         if tile.visible is not None:
-            tile_lse = tile_lse.masked_fill((tile.visible == 0)[:, None], -torch.inf)
+            start, end = tile.visible.unbind(-1)
+            tile_lse = tile_lse.masked_fill((start >= end)[:, None], -torch.inf)
         tile.merge_out(out, lse, tile_out, tile_lse)
     return out, lse
 
@@ -57,7 +57,6 @@ def backward(
     out_carrier: torch.Tensor,
     lse: torch.Tensor,
     staircase: Staircase,
-    block_size: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `Kernel.backward`."""
@@ -65,7 +64,7 @@ def backward(
     dtype = accumulator_dtype(q.dtype)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     row_lse = finite_or_zero(lse).unsqueeze(-1)
-    for tile in tiles_of(staircase, block_size):
+    for tile in tiles_of(staircase):
         tile_k = tile.keys(k).to(dtype)
         tile_grad_q, tile_grad_k, tile_grad_v = _flash_backward(
             tile.queries(grad_out).to(dtype),
@@ -91,8 +90,10 @@ def _head_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _additive_mask(visible: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor | None:
-    """``[T, m]`` visible keys -> additive mask ``[T, 1, m, n]`` in the dtype of the keys."""
+    """``[T, m, 2]`` visible keys -> additive mask ``[T, 1, m, n]`` in the dtype of the keys."""
     if visible is None:
         return None
-    hidden = torch.arange(keys.shape[2]) >= visible[:, None, :, None]
+    start, end = visible[:, None].split(1, dim=-1)
+    key = torch.arange(keys.shape[2])
+    hidden = (key < start) | (key >= end)
     return torch.zeros(hidden.shape, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)

@@ -30,7 +30,7 @@ class Tile(Protocol):
 
     @property
     def visible(self) -> torch.Tensor | None:
-        """Keys that each row sees, counted from its tile's first, int64 ``[T, m]``; None: all."""
+        """Range of keys that each row sees, from its tile's first, int64 ``[T, m, 2]``; None: all."""
         ...
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,43 +162,38 @@ class BatchTile:
 _TILES: WeakKeyDictionary[Staircase, list[Tile]] = WeakKeyDictionary()
 
 
-def tiles_of(staircase: Staircase, block_size: int) -> list[Tile]:
-    """All tiles of a staircase; each visible (row, key) pair is in exactly one.
-
-    Args:
-        staircase: what the blocks see.
-        block_size: B.
-    """
+def tiles_of(staircase: Staircase) -> list[Tile]:
+    """All tiles of a staircase; each visible (row, key) pair is in exactly one."""
     if staircase not in _TILES:
         tiles: list[Tile] = []
         for level in staircase.levels:
-            tiles += _lay_out(level, None, block_size)
-        tiles += _lay_out(staircase.leaves, staircase.key_end, block_size)
+            tiles += _lay_out(level, staircase, masked=False)
+        for leaves in staircase.leaves.disjoint():
+            tiles += _lay_out(leaves, staircase, masked=True)
         _TILES[staircase] = tiles
     return _TILES[staircase]
 
 
-def _lay_out(
-    rectangles: Rectangles, key_end: NDArray[np.int64] | None, block_size: int
-) -> Iterator[Tile]:
-    """Tiles of one level, or of the leaves if `key_end` tells where each block's keys end."""
+def _lay_out(rectangles: Rectangles, staircase: Staircase, *, masked: bool) -> Iterator[Tile]:
+    """Tiles of one level, or of leaves if `masked`."""
+    size = staircase.block_size
     blocks = rectangles.q_end - rectangles.q_start
     keys = rectangles.k_end - rectangles.k_start
-    large = blocks * keys * block_size >= VIEW_PAIRS
+    large = blocks * keys * size >= VIEW_PAIRS
     for i in np.flatnonzero(large):
         yield ViewTile(
-            slice(rectangles.q_start[i] * block_size, rectangles.q_end[i] * block_size),
+            slice(rectangles.q_start[i] * size, rectangles.q_end[i] * size),
             slice(rectangles.k_start[i], rectangles.k_end[i]),
-            _visible(rectangles, np.array([i]), key_end, block_size),
+            _visible(rectangles, np.array([i]), staircase, masked=masked),
         )
     for group in _similar_shapes(blocks, keys, np.flatnonzero(~large & (blocks * keys > 0))):
-        area = int(blocks[group].max() * keys[group].max()) * block_size
+        area = int(blocks[group].max() * keys[group].max()) * size
         num_parts = min(group.size, -(-group.size * area // _BATCH_PAIRS))
         for part in np.array_split(group, num_parts):
             yield BatchTile(
-                PackedRows.of(rectangles.q_start[part] * block_size, blocks[part] * block_size),
+                PackedRows.of(rectangles.q_start[part] * size, blocks[part] * size),
                 PackedRows.of(rectangles.k_start[part], keys[part]),
-                _visible(rectangles, part, key_end, block_size),
+                _visible(rectangles, part, staircase, masked=masked),
             )
 
 
@@ -216,22 +211,20 @@ def _similar_shapes(
 
 
 def _visible(
-    rectangles: Rectangles,
-    chosen: NDArray[np.int64],
-    key_end: NDArray[np.int64] | None,
-    block_size: int,
+    rectangles: Rectangles, chosen: NDArray[np.int64], staircase: Staircase, *, masked: bool
 ) -> torch.Tensor | None:
     """Visible keys of each row of the padded batch of the chosen rectangles; None if all are."""
-    blocks = (rectangles.q_end - rectangles.q_start)[chosen]
-    keys = (rectangles.k_end - rectangles.k_start)[chosen]
-    offset = np.arange(blocks.max())
-    is_real = offset < blocks[:, None]
-    if key_end is None:
-        visible = np.where(is_real, keys[:, None], 0)
-    else:
-        block = rectangles.q_start[chosen, None] + np.where(is_real, offset, 0)
-        within = np.clip(key_end[block] - rectangles.k_start[chosen, None], 0, keys[:, None])
-        visible = np.where(is_real, within, 0)
-    if (visible == keys.max()).all():
+    rows = (rectangles.q_end - rectangles.q_start)[chosen, None] * staircase.block_size
+    keys = (rectangles.k_end - rectangles.k_start)[chosen, None]
+    offset = np.arange(rows.max())
+    is_real = offset < rows
+    start, end = np.zeros_like(keys), keys
+    if masked:
+        row = rectangles.q_start[chosen, None] * staircase.block_size + np.where(is_real, offset, 0)
+        first = rectangles.k_start[chosen, None]
+        start = np.clip(staircase.row_start[row] - first, 0, keys)
+        end = np.clip(staircase.row_end[row] - first, 0, keys)
+    visible = np.stack(np.broadcast_arrays(start, np.where(is_real, end, 0)), axis=-1)
+    if (visible == (0, keys.max())).all():
         return None
-    return torch.from_numpy(visible.repeat(block_size, axis=1))
+    return torch.from_numpy(visible)

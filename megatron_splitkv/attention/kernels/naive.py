@@ -17,11 +17,10 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     staircase: Staircase,
-    block_size: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernel.forward`."""
-    visible = _visible(staircase, block_size, k)
+    visible = _visible(staircase, k)
     q, k, v = _queries(q, visible, k.shape[1]), _keys(k, visible), _keys(v, visible)
     scores = _scores(q, k, visible, softmax_scale)
     lse = torch.logsumexp(scores, dim=-1)
@@ -38,12 +37,11 @@ def backward(
     out_carrier: torch.Tensor,
     lse: torch.Tensor,
     staircase: Staircase,
-    block_size: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `Kernel.backward`."""
     num_groups, key_dtype = k.shape[1], k.dtype
-    visible = _visible(staircase, block_size, k)
+    visible = _visible(staircase, k)
     grad_out, q, out_carrier = (
         _queries(x, visible, num_groups) for x in (grad_out, q, out_carrier)
     )
@@ -59,12 +57,12 @@ def backward(
     return grad_q.flatten(1, 2), grad_k.to(key_dtype), grad_v.to(key_dtype)
 
 
-def _visible(staircase: Staircase, block_size: int, k: torch.Tensor) -> torch.Tensor:
+def _visible(staircase: Staircase, k: torch.Tensor) -> torch.Tensor:
     """Which local keys each query row sees, bool ``[Q, K]``."""
-    start = torch.as_tensor(staircase.key_start, device=k.device)[:, None]
-    end = torch.as_tensor(staircase.key_end, device=k.device)[:, None]
+    start = torch.as_tensor(staircase.row_start, device=k.device)[:, None]
+    end = torch.as_tensor(staircase.row_end, device=k.device)[:, None]
     key = torch.arange(k.shape[0], device=k.device)
-    return ((start <= key) & (key < end)).repeat_interleave(block_size, dim=0)
+    return (start <= key) & (key < end)
 
 
 # Rows that see or are seen by nothing may hold anything, NaN included, and 0 * NaN is NaN.

@@ -29,7 +29,6 @@ from megatron_splitkv.attention.merge import (
     row_delta,
     softmax_weight,
 )
-from megatron_splitkv.attention.own_blocks import own_block_staircase
 from megatron_splitkv.comm import (
     all_reduce_max,
     all_reduce_sum,
@@ -81,8 +80,7 @@ def splitkv_attention(
         group=cp_group,
         kernel=local_attention,
         context=plan.staircase(rank, local_attention.LEAF_LIMITS),
-        own=own_block_staircase(plan, rank),
-        block_size=plan.layout.block_size,
+        own=plan.build_own_staircase(rank, None),
         softmax_scale=softmax_scale,
         own_rows=slice(rank * q.shape[0], (rank + 1) * q.shape[0]),
     )
@@ -98,7 +96,6 @@ class _Task:
     kernel: Kernel
     context: Staircase  # all blocks x this rank's context rows
     own: Staircase  # this rank's blocks x their own rows
-    block_size: int
     softmax_scale: float
     own_rows: slice  # this rank's rows among all query rows
 
@@ -165,12 +162,8 @@ def _partial_attention(
     task: _Task,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All queries over the keys that this rank holds: its context, and its blocks' own rows."""
-    out, lse = task.kernel.forward(
-        all_q, context_k, context_v, task.context, task.block_size, task.softmax_scale
-    )
-    own_out, own_lse = task.kernel.forward(
-        q, own_k, own_v, task.own, task.block_size, task.softmax_scale
-    )
+    out, lse = task.kernel.forward(all_q, context_k, context_v, task.context, task.softmax_scale)
+    own_out, own_lse = task.kernel.forward(q, own_k, own_v, task.own, task.softmax_scale)
     merge_(out[task.own_rows], lse[task.own_rows], own_out, own_lse)
     return out, lse
 
@@ -195,7 +188,6 @@ def _partial_attention_backward(
         carrier,
         lse,
         task.context,
-        task.block_size,
         task.softmax_scale,
     )
     mine = task.own_rows
@@ -207,7 +199,6 @@ def _partial_attention_backward(
         carrier[mine],
         lse[mine],
         task.own,
-        task.block_size,
         task.softmax_scale,
     )
     grad_q[mine] += own_grad_q
