@@ -1,7 +1,8 @@
-"""The one place that knows how Megatron-core's releases differ.
+"""The one place that knows how Megatron-core's and Transformer Engine's releases differ.
 
-Supported: megatron-core 0.18.2 up to, not including, 0.20. What differs is found by looking at the
-installed code, and named in a `ConfigError` when it is none of the known forms.
+Supported: megatron-core 0.18.2 up to, not including, 0.20; Transformer Engine from 2.8. What
+differs is found by looking at the installed code, and named in a `ConfigError` when it is none of
+the known forms.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,7 @@ def run_pretrain(
         "forward_step_func": forward_step,
     }
     # By keyword: 0.18 and 0.19 disagree about the position of model_provider.
-    require_parameters(training.pretrain, arguments)
+    require_parameters(training.pretrain, arguments, f"megatron-core {megatron_core_version()}")
     try:
         training.pretrain(**arguments)
     except AssertionError as error:
@@ -192,8 +194,101 @@ def run_pretrain(
         torch.distributed.destroy_process_group()
 
 
-def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Refuse a function of Megatron that cannot be called with these keywords.
+# Transformer Engine. Up to 2.14 the backward demands the TE dtype of its gradients; from 2.15 on it
+# derives it, and both functions must be told the layout of outputs, which defaults to another one.
+
+_FUSED_ATTENTION = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+_PER_CALL = (
+    *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
+    *("cu_seqlens_kv_padded", "q", "k", "v", "fake_dtype", "attn_scale"),
+)
+_PER_FORWARD_CALL = (*_PER_CALL, "rng_gen")
+_PER_BACKWARD_CALL = (*_PER_CALL, "o", "d_o", "aux_ctx_tensors", "deterministic")
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Transformer Engine's fused attention on ranges of rows (THD), whatever its version.
+
+    Args:
+        forward: ``(**per call) -> (out, [statistics, rng_state])``.
+        backward: ``(**per call) -> [dq, dk, dv, ...]``.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; importing it takes seconds and can still fail."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def fused_attention() -> FusedAttention:
+    """The installed Transformer Engine's fused attention, with all that stays the same given.
+
+    Raises:
+        ConfigError: it cannot be imported, or its functions have an unknown form.
+    """
+    try:
+        functions = importlib.import_module(_FUSED_ATTENTION)
+        dtypes = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
+    except Exception as error:  # a binary that does not fit torch or CUDA raises what it likes
+        raise ConfigError(f"Transformer Engine cannot be imported: {error!r}") from error
+    return bind_fused_attention(functions, dtypes)
+
+
+def bind_fused_attention(functions: Any, dtypes: Any) -> FusedAttention:
+    """Bind two functions of Transformer Engine to one form.
+
+    Args:
+        functions: a module with `fused_attn_fwd`, `fused_attn_bwd` and `FusedAttnBackend`.
+        dtypes: from torch's dtypes to Transformer Engine's.
+
+    Raises:
+        ConfigError: the functions cannot be called with these keywords.
+    """
+    shared = {
+        "fused_attention_backend": functions.FusedAttnBackend["F16_arbitrary_seqlen"],
+        "dropout": 0.0,
+        "qkv_layout": "thd_thd_thd",
+        "attn_mask_type": "padding",
+    }
+    forward_only: dict[str, Any] = {"is_training": True}
+    backward_only: dict[str, Any] = {}
+    if "o_format" in inspect.signature(functions.fused_attn_fwd).parameters:
+        forward_only["o_format"] = "thd"
+        backward_only = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd"}
+    demands_dtype = "dqkv_dtype" in inspect.signature(functions.fused_attn_bwd).parameters
+
+    def forward(**per_call: Any) -> Any:
+        return functions.fused_attn_fwd(**shared, **forward_only, **per_call)
+
+    def backward(**per_call: Any) -> Any:
+        if demands_dtype:
+            per_call["dqkv_dtype"] = dtypes[per_call["fake_dtype"]]
+        return functions.fused_attn_bwd(**shared, **backward_only, **per_call)
+
+    package = "the installed Transformer Engine"
+    dtype_keyword = ("dqkv_dtype",) if demands_dtype else ()
+    require_parameters(
+        functions.fused_attn_fwd, (*shared, *forward_only, *_PER_FORWARD_CALL), package
+    )
+    require_parameters(
+        functions.fused_attn_bwd,
+        (*shared, *backward_only, *dtype_keyword, *_PER_BACKWARD_CALL),
+        package,
+    )
+    return FusedAttention(forward, backward)
+
+
+def require_parameters(function: Callable[..., Any], names: Iterable[str], package: str) -> None:
+    """Refuse a function that cannot be called with these keywords.
+
+    Args:
+        function: of another package.
+        names: the keywords it will be called with.
+        package: what it belongs to, as the error names it.
 
     Raises:
         ConfigError: naming the function, the keywords it lacks and those it demands besides.
@@ -209,7 +304,6 @@ def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> No
     } - given
     if lacking or demanded:
         raise ConfigError(
-            f"{function.__module__}.{function.__qualname__} of megatron-core "
-            f"{megatron_core_version()} has an unknown form: it lacks {sorted(lacking)}, demands "
-            f"{sorted(demanded)}; use a supported version"
+            f"{function.__module__}.{function.__qualname__} of {package} has an unknown form: it "
+            f"lacks {sorted(lacking)}, demands {sorted(demanded)}; use a supported version"
         )

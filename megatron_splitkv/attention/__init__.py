@@ -10,6 +10,7 @@ from megatron_splitkv.attention.api import (
     context_parallel_attention,
     split_context_parallel_attention,
 )
+from megatron_splitkv.attention.options import SplitKVOptions
 
 if TYPE_CHECKING:
     from megatron_splitkv.attention.core_attention import SplitKVCoreAttention
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SplitKVCoreAttention",
+    "SplitKVOptions",
     "SplitKVPackedSeqParams",
     "context_parallel_attention",
     "split_context_parallel_attention",

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.strategies import splitkv_attention
 from megatron_splitkv.comm import group_rank, group_size
 from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
@@ -20,6 +21,7 @@ def context_parallel_attention(
     kernel: str = "auto",
     softmax_scale: float | None = None,
     window: int | None = None,
+    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
 ) -> torch.Tensor:
     """Attention of draft blocks to their context and to themselves, over a context-parallel group.
 
@@ -36,7 +38,9 @@ def context_parallel_attention(
         strategy: what travels between ranks, one of `config.CP_COMM_TYPES`.
         kernel: the local attention kernel, one of `config.KERNELS`.
         softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
-        window: reserved for sliding-window layers; must be None.
+        window: of a sliding-window layer: slot j of a block with anchor a sees only positions
+            after a + j - window, and of its own block only slots up to j. None: full attention.
+        options: how queries travel and what is kept for backward.
 
     Returns:
         Output for this rank's query rows, like `q`; 0, with gradient 0, for padding blocks.
@@ -49,8 +53,6 @@ def context_parallel_attention(
         ConfigError: an unknown name, or tensors that do not fit the plan.
     """
     require_choice("context-parallel strategy", strategy, CP_COMM_TYPES)
-    if window is not None:
-        raise ConfigError(f"window {window}: sliding windows are not supported; pass window=None")
     num_context_rows = k.shape[0] - q.shape[0]
     if num_context_rows < 0:
         raise ConfigError(
@@ -72,6 +74,8 @@ def context_parallel_attention(
         cp_group,
         kernel=kernel,
         softmax_scale=softmax_scale,
+        window=window,
+        options=options,
     )
 
 
@@ -86,6 +90,8 @@ def split_context_parallel_attention(
     *,
     kernel: str = "auto",
     softmax_scale: float | None = None,
+    window: int | None = None,
+    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
 ) -> torch.Tensor:
     """`context_parallel_attention` for context and own-block keys in tensors of their own.
 
@@ -101,6 +107,8 @@ def split_context_parallel_attention(
         cp_group: the context-parallel group; None for one process.
         kernel: the local attention kernel, one of `config.KERNELS`.
         softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
+        window: as there.
+        options: as there.
 
     Shape:
         q ``[Q_p, n_q, d]``, context ``[S_p, n_kv, d]``, own ``[Q_p, n_kv, d]`` -> like q.
@@ -109,6 +117,17 @@ def split_context_parallel_attention(
         ConfigError: an unknown kernel, or tensors that do not fit the plan.
     """
     require_choice("attention kernel", kernel, KERNELS)
+    if window is not None and window < 1:
+        raise ConfigError(f"window {window} must be at least 1 token, or None for full attention")
+    for name, place, plain in (
+        ("gather", options.gather, "q"),
+        ("scatter", options.scatter, "heads"),
+    ):
+        if place not in ("auto", plain):
+            raise ConfigError(
+                f"{name} {place!r} needs the projections, which this function does not see: use "
+                f"the drafter's attention module, or {name} {plain!r}"
+            )
     _check_plan(plan, cp_group)
     _check_shapes(q, context_k, context_v, own_k, own_v, plan, group_rank(cp_group))
     return splitkv_attention(
@@ -121,6 +140,8 @@ def split_context_parallel_attention(
         cp_group,
         kernel=kernel,
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        window=window,
+        options=options,
     )
 
 

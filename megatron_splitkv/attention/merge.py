@@ -9,6 +9,8 @@ Shape legend: R rows, h heads, d head width; out ``[R, h, d]``, lse ``[R, h]``.
 
 import torch
 
+from megatron_splitkv.comm import RowExchange
+
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which partial results add up: fp64 for fp64, fp32 for everything else."""
@@ -87,3 +89,49 @@ def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     square = unit.square().sum(dim=-1, keepdim=True)
     factor = delta.unsqueeze(-1) / (length * square.masked_fill(square == 0, 1.0))
     return (unit * factor).to(grad_out.dtype)
+
+
+def merge_contributions(
+    exchange: RowExchange, outs: torch.Tensor, lses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole attention of a rank's own rows from what all ranks computed for them.
+
+    Args:
+        exchange: by whose routes the contributions came.
+        outs: partial outputs, in any dtype.
+        lses: their log-sum-exps.
+
+    Returns:
+        Output and lse over all keys, in the dtype of `lses`.
+
+    Shape:
+        C contributions to R own rows: ``[C, h, d]``, ``[C, h]`` -> ``[R, h, d]``, ``[R, h]``.
+    """
+    lse = own_lse(exchange, lses)
+    out = lses.new_zeros((exchange.own_rows, *outs.shape[1:]))
+    parts = zip(exchange.parts(outs), exchange.parts(lses), strict=True)
+    for (rows, part), (_, part_lse) in parts:
+        if rows is None:
+            weight = softmax_weight(part_lse, lse)
+            out.addcmul_(part.to(out.dtype), weight.unsqueeze(-1))
+        else:
+            weight = softmax_weight(part_lse, lse.index_select(0, rows))
+            out.index_add_(0, rows, part * weight.unsqueeze(-1))
+    return out, lse
+
+
+def own_lse(exchange: RowExchange, lses: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp over all ranks' keys for a rank's own rows; -inf where no rank saw any.
+
+    Shape:
+        ``[C, h]`` -> ``[R, h]``.
+    """
+    parts = list(exchange.parts(lses))
+    table = lses.new_full((len(parts), exchange.own_rows, *lses.shape[1:]), -torch.inf)
+    for row, (rows, part) in zip(table, parts, strict=True):
+        if rows is None:
+            row.copy_(part)
+        else:
+            row.index_copy_(0, rows, part)
+    # logsumexp of -inf alone is -inf, without a detour over NaN.
+    return torch.logsumexp(table, dim=0)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_splitkv.plan import ContextPlan
+from megatron_splitkv.plan import ContextPlan, RowPlan
 
 
 @dataclass
@@ -15,7 +15,8 @@ class SplitKVPackedSeqParams(PackedSeqParams):
     `qkv_format` at None: ``"thd"`` would switch on Megatron's own zigzag order and RoPE.
 
     Args:
-        plan: the plan of the micro-batch, equal on all context-parallel ranks.
+        plan: the plan of the micro-batch, equal on all context-parallel ranks: of draft blocks, or
+            of query rows and keys in an order of your own.
     """
 
-    plan: ContextPlan | None = None
+    plan: ContextPlan | RowPlan | None = None

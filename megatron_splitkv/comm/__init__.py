@@ -1,22 +1,28 @@
 """Collectives over an explicit group, and a meter that counts what they move."""
 
 from megatron_splitkv.comm.collectives import (
+    Pending,
     all_reduce_max,
     all_reduce_sum,
-    gather_rows,
     group_rank,
     group_size,
-    reduce_scatter_rows,
+    launch_all_to_all,
+    launch_gather_rows,
 )
-from megatron_splitkv.comm.meter import Collective, CommMeter
+from megatron_splitkv.comm.meter import Collective, CommMeter, mark
+from megatron_splitkv.comm.row_exchange import Routes, RowExchange
 
 __all__ = [
     "Collective",
     "CommMeter",
+    "Pending",
+    "Routes",
+    "RowExchange",
     "all_reduce_max",
     "all_reduce_sum",
-    "gather_rows",
     "group_rank",
     "group_size",
-    "reduce_scatter_rows",
+    "launch_all_to_all",
+    "launch_gather_rows",
+    "mark",
 ]

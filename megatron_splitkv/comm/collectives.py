@@ -1,14 +1,17 @@
-"""The four collectives of context-parallel attention, on tensors of equal size on every rank.
+"""Collectives over an explicit group: those of attention in two steps, and all-reduces.
 
 Plain functions, not differentiable: the attention that calls them writes its own backward. Each
 takes its group and is the identity, without a call, for a group of one rank or None. `label` names
 the moved tensor in the meter's report.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.comm.meter import record
+from megatron_splitkv.comm.meter import mark, record
 
 # Newer torch calls the same function by another name and warns about the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,8 +27,33 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None, *, label: str) -> torch.Tensor:
-    """Concatenate the rows of all ranks, in rank order.
+@dataclass
+class Pending:
+    """A launched collective.
+
+    Args:
+        result: what `wait` returns; its content is not there before.
+        label: which tensor.
+        work: the communication, None where there is none.
+        sent: kept alive until it has been sent.
+    """
+
+    result: torch.Tensor
+    label: str
+    work: dist.Work | None = None
+    sent: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The result; on a GPU the current stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+            mark("wait", self.label)
+            self.work = self.sent = None
+        return self.result
+
+
+def launch_gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None, *, label: str) -> Pending:
+    """Begin to concatenate the rows of all ranks, in rank order.
 
     Args:
         x: this rank's rows; the same number on every rank.
@@ -40,47 +68,55 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None, *, label: str)
     """
     size = group_size(group)
     if size == 1:
-        return x
+        return Pending(x, label)
+    sent = x.contiguous()
     gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    _all_gather_single(gathered, x.contiguous(), group=group)
+    work = _all_gather_single(gathered, sent, group=group, async_op=True)
     record("all_gather", label, gathered.numel(), x.dtype, size)
-    return gathered
+    mark("launch", label)
+    return Pending(gathered, label, work, sent)
 
 
-def reduce_scatter_rows(
-    partial: torch.Tensor,
+def launch_all_to_all(
+    x: torch.Tensor,
     group: dist.ProcessGroup | None,
     *,
-    wire_dtype: torch.dtype,
     label: str,
-) -> torch.Tensor:
-    """Sum partial rows over ranks; each rank keeps the rows it owns.
-
-    An all-to-all of partials in `wire_dtype` and a local sum in the dtype of `partial`: the bytes
-    of a reduce-scatter with one rounding per partial, where a low-precision ring reduction has P.
+    sent_rows: Sequence[int] | None = None,
+    received_rows: Sequence[int] | None = None,
+) -> Pending:
+    """Begin to send each rank its part of the rows.
 
     Args:
-        partial: this rank's contribution to every rank's rows, in the dtype of the sum.
+        x: rows for rank 0, then for rank 1, and so on.
         group: the ranks.
-        wire_dtype: dtype in which partials travel.
         label: name of the tensor for the meter.
+        sent_rows: how many of `x` each rank gets; equal parts if None.
+        received_rows: how many rows come from each rank; None with `sent_rows`.
 
     Returns:
-        The reduced rows of this rank, in the dtype of `partial`; `partial` itself, not rounded, for
-        a group of one.
+        What the ranks sent here, in rank order; `x` itself for a group of one.
 
     Shape:
-        ``[P * rows, ...]`` -> ``[rows, ...]``.
+        ``[sum(sent_rows), ...]`` -> ``[sum(received_rows), ...]``.
     """
-    size = group_size(group)
+    size, rank = group_size(group), group_rank(group)
     if size == 1:
-        return partial
-    sent = partial.to(wire_dtype).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    record("all_to_all", label, sent.numel(), wire_dtype, size)
-    shards = received.view(size, partial.shape[0] // size, *partial.shape[1:])
-    return shards.sum(dim=0, dtype=partial.dtype)
+        return Pending(x, label)
+    sent = x.contiguous()
+    if sent_rows is None or received_rows is None:
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        record("all_to_all", label, sent.numel(), x.dtype, size)
+    else:
+        received = x.new_empty((sum(received_rows), *x.shape[1:]))
+        work = dist.all_to_all_single(
+            received, sent, list(received_rows), list(sent_rows), group=group, async_op=True
+        )
+        to_others = sum(sent_rows) - sent_rows[rank]
+        record("all_to_all_v", label, to_others * x[:1].numel(), x.dtype, size)
+    mark("launch", label)
+    return Pending(received, label, work, sent)
 
 
 def all_reduce_max(x: torch.Tensor, group: dist.ProcessGroup | None, *, label: str) -> torch.Tensor:

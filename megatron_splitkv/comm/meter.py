@@ -2,7 +2,8 @@
 
 Convention (the one in which communication volumes are published): elements that one of P ranks
 sends, with bandwidth-optimal algorithms. An all-gather or all-to-all of `n` elements in total sends
-n (P - 1) / P, an all-reduce of `n` elements 2 n (P - 1) / P.
+n (P - 1) / P, an all-reduce of `n` elements 2 n (P - 1) / P; an uneven all-to-all what this rank
+sends to others.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ class Collective:
     """One collective of one rank.
 
     Args:
-        op: ``all_gather``, ``all_to_all``, ``all_reduce_max`` or ``all_reduce_sum``.
+        op: ``all_gather``, ``all_to_all``, ``all_to_all_v``, ``all_reduce_max`` or
+            ``all_reduce_sum``.
         label: which tensor moved, e.g. ``q`` or ``lse_max``.
         elements: elements that this rank sends.
         dtype: dtype on the wire.
@@ -39,6 +41,9 @@ class Collective:
 class CommMeter:
     """Context manager that records every collective of this process while it is entered.
 
+    `events` tells in which order collectives were launched and waited for, as (stage, label): that
+    is how overlap is tested.
+
     Backward passes inside the region count too, on whichever thread autograd runs them. Meters
     nest; each sees everything. Without an entered meter nothing is recorded.
 
@@ -49,6 +54,7 @@ class CommMeter:
     """
 
     records: list[Collective] = field(default_factory=list)
+    events: list[tuple[str, str]] = field(default_factory=list)
 
     def elements(self, *, op: str | None = None, label: str | None = None) -> float:
         """Sum of elements sent by this rank, of one `op` or `label` if given."""
@@ -61,6 +67,11 @@ class CommMeter:
     def calls(self, *, op: str | None = None, label: str | None = None) -> int:
         """Number of collectives, of one `op` or `label` if given."""
         return len(self._select(op, label))
+
+    def clear(self) -> None:
+        """Forget what was recorded so far."""
+        self.records.clear()
+        self.events.clear()
 
     def _select(self, op: str | None, label: str | None) -> list[Collective]:
         return [r for r in self.records if op in (None, r.op) and label in (None, r.label)]
@@ -85,6 +96,7 @@ _ENTERED: list[CommMeter] = []
 _SENT: dict[str, Callable[[int, int], float]] = {
     "all_gather": lambda n, p: n * (p - 1) / p,
     "all_to_all": lambda n, p: n * (p - 1) / p,
+    "all_to_all_v": lambda n, p: float(n),
     "all_reduce_max": lambda n, p: 2 * n * (p - 1) / p,
     "all_reduce_sum": lambda n, p: 2 * n * (p - 1) / p,
 }
@@ -96,7 +108,8 @@ def record(op: str, label: str, numel: int, dtype: torch.dtype, group_size: int)
     Args:
         op: one of the ops of `Collective`.
         label: which tensor moved.
-        numel: elements of the whole buffer: gathered, exchanged or reduced.
+        numel: elements of the whole buffer: gathered, exchanged or reduced; of an uneven all-to-all
+            those for other ranks.
         dtype: dtype on the wire.
         group_size: P.
     """
@@ -104,3 +117,14 @@ def record(op: str, label: str, numel: int, dtype: torch.dtype, group_size: int)
         collective = Collective(op, label, _SENT[op](numel, group_size), dtype)
         for meter in _ENTERED:
             meter.records.append(collective)
+
+
+def mark(stage: str, label: str) -> None:
+    """Note an event in all entered meters.
+
+    Args:
+        stage: ``launch`` or ``wait``; tests add their own for computation.
+        label: which tensor.
+    """
+    for meter in _ENTERED:
+        meter.events.append((stage, label))

@@ -5,18 +5,23 @@ size, n_q query heads and n_kv key/value heads of this TP rank, hd head width; t
 batch dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_splitkv.attention import SplitKVPackedSeqParams
+from megatron_splitkv.attention import SplitKVOptions, SplitKVPackedSeqParams
+from megatron_splitkv.attention.core_attention import plan_of
+from megatron_splitkv.attention.placement import LayerShape, Places, choose_places
+from megatron_splitkv.attention.strategies import SplitKVAttention
 from megatron_splitkv.drafter.rope import apply_rotary
+from megatron_splitkv.plan import AttentionPlan
 
 
 @dataclass
@@ -43,6 +48,10 @@ class DFlashAttentionSubmodules:
 
 class DFlashAttention(Attention):
     """Attention of draft rows to the context rows of all CP ranks and to their own block.
+
+    The steps of split-KV are taken apart here: queries travel while keys and values are projected,
+    may be gathered before their projection, and outputs scattered behind theirs. `core_attention`
+    says which kernel and what travels.
 
     Context and draft rows go through the same key/value projection one after the other and stay
     separate tensors: joining them would copy the context's keys and values in every layer.
@@ -99,6 +108,11 @@ class DFlashAttention(Attention):
         }
         self.q_layernorm = submodules.q_layernorm(**norm)
         self.k_layernorm = submodules.k_layernorm(**norm)
+        self.options: SplitKVOptions = self.core_attention.options
+        if self.checkpoint_core_attention:
+            # What Megatron calls recomputing core attention: nothing gathered is kept. The kernel
+            # itself need not run again, it goes backward from the log-sum-exp alone.
+            self.options = replace(self.options, save="own")
 
     def forward(
         self,
@@ -112,7 +126,8 @@ class DFlashAttention(Attention):
         Args:
             hidden_states: normed draft rows of this rank's blocks.
             key_value_states: projected target features of this rank's context rows.
-            rotary_cos_sin: `drafter.rope.rotary_cos_sin` of the context rows, then the draft rows.
+            rotary_cos_sin: `drafter.rope.rotary_cos_sin` of the context rows, then the draft rows,
+                then, if `places` gathers hidden rows, the draft rows of all ranks.
             packed_seq_params: carries the plan.
 
         Returns:
@@ -120,34 +135,70 @@ class DFlashAttention(Attention):
 
         Shape:
             ``hidden_states [Q, 1, d]``, ``key_value_states [S, 1, d]``,
-            ``rotary_cos_sin [S + Q, hd]``; the output ``[Q, 1, d]``.
+            ``rotary_cos_sin [S + Q (+ P * Q), hd]``; the output ``[Q, 1, d]``.
         """
-        num_context = key_value_states.shape[0]
-        context_rotary, block_rotary = rotary_cos_sin[:num_context], rotary_cos_sin[num_context:]
-        query = self._project_query(hidden_states, block_rotary)
+        context_rotary, block_rotary, all_rotary = rotary_cos_sin.tensor_split(
+            [len(key_value_states), len(key_value_states) + len(hidden_states)]
+        )
+        plan = plan_of(packed_seq_params)
+        places = self.places(plan, hidden_states)
+        attention = SplitKVAttention(
+            plan,
+            self.core_attention.cp_group,
+            hidden_states.device,
+            kernel=self.core_attention.kernel,
+            softmax_scale=self.core_attention.softmax_scale
+            or self.hidden_size_per_attention_head**-0.5,
+            options=self.options,
+        )
+        # Queries travel while keys and values are projected; backward, dq while they go back.
+        if places.gather == "q":
+            flight = attention.launch(self._project_query(hidden_states, block_rotary).squeeze(1))
+        else:
+            own = tensor_parallel.copy_to_tensor_model_parallel_region(
+                hidden_states, group=self.tp_group
+            )
+            flight = attention.launch(own.squeeze(1), label="hidden")
         key, value = self._project_key_value(key_value_states, context_rotary)
         block_key, block_value = self._project_key_value(hidden_states, block_rotary)
-        projected = (query, key, value, block_key, block_value)
+        keys = [x.squeeze(1) for x in (key, value, block_key, block_value)]
+        queries = (
+            flight
+            if places.gather == "q"
+            else self._project_landed(flight.land(), attention.attended(all_rotary))
+        )
+        if places.scatter == "heads":
+            merged = attention.attend(queries, *keys)
+            return self.linear_proj(merged.flatten(1).unsqueeze(1))
+        # Summed over context parallelism first: then tensor parallelism sums own rows only.
+        shares = F.linear(
+            attention.attend_partial(queries, *keys).flatten(1), self.linear_proj.weight
+        )
+        summed = attention.return_rows(shares).unsqueeze(1)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(
+            summed, group=self.tp_group
+        ), None
 
-        def attend(*tensors: torch.Tensor) -> torch.Tensor:
-            query, key, value, block_key, block_value = tensors
-            return self.core_attention(
-                query,
-                key,
-                value,
-                None,
-                attn_mask_type=self.attn_mask_type,
-                attention_bias=None,
-                packed_seq_params=packed_seq_params,
-                block_key=block_key,
-                block_value=block_value,
-            )
+    def places(self, plan: AttentionPlan, like: torch.Tensor) -> Places:
+        """Where this layer gathers queries and scatters outputs for a micro-batch.
 
-        if self.checkpoint_core_attention and self.training:
-            merged = tensor_parallel.checkpoint(attend, False, *projected)
-        else:
-            merged = attend(*projected)  # [Q, 1, n_q * hd]
-        return self.linear_proj(merged)
+        Args:
+            plan: of the micro-batch.
+            like: any tensor of the device and dtype of the activations.
+        """
+        return choose_places(
+            self.options,
+            LayerShape(
+                query_rows=plan.num_blocks * plan.block_size,
+                context_rows=sum(plan.num_rows(rank) for rank in range(plan.cp_size)),
+                cp_size=plan.cp_size,
+                hidden_size=self.config.hidden_size,
+                query_width=self.query_projection_size // self.tp_group.size(),
+                key_width=2 * self.kv_projection_size // self.tp_group.size(),
+                itemsize=like.element_size(),
+            ),
+            like.device.type,
+        )
 
     def get_query_key_value_tensors(self, *_: Any, **__: Any) -> NoReturn:
         """Megatron's hook for one key and one value tensor, which this attention never makes."""
@@ -156,6 +207,12 @@ class DFlashAttention(Attention):
     def _project_query(self, hidden_states: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         query = self._heads(self.linear_q(hidden_states)[0])  # [Q, 1, n_q, hd]
         return apply_rotary(self.q_layernorm(query), rotary)
+
+    def _project_landed(self, hidden_states: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        """Queries of rows of all ranks; their gradient is summed over tensor parallelism later."""
+        projected = F.linear(hidden_states, self.linear_q.weight).unsqueeze(1)
+        query = self.q_layernorm(self._heads(projected))
+        return apply_rotary(query, rotary).squeeze(1)
 
     def _project_key_value(
         self, states: torch.Tensor, rotary: torch.Tensor

@@ -28,7 +28,7 @@ class DFlashLayer(TransformerLayer):
         """Attention with its norm and residual; called by Megatron's `forward`.
 
         Shape:
-            ``hidden_states [Q, 1, d]``, ``context [S, 1, d]``, ``rotary_pos_emb [S + Q, hd]``.
+            ``hidden_states [Q, 1, d]``, ``context [S, 1, d]``, ``rotary_pos_emb [rows, hd]``.
         """
         attention_output = self.self_attention(
             self.input_layernorm(hidden_states),

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from megatron_splitkv.attention import SplitKVPackedSeqParams
+from megatron_splitkv.attention.placement import Places
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter.config import DFlashConfig
 from megatron_splitkv.drafter.feature_projection import FeatureProjection
@@ -159,6 +160,10 @@ class DFlashModel(MegatronModule):
         }
         return loss, num_tokens, loggable(report)
 
+    def places(self, plan: ContextPlan) -> Places:
+        """Where the layers gather queries and scatter outputs for a micro-batch."""
+        return self.decoder.layers[0].self_attention.places(plan, self.fc.weight)
+
     def draft(self, batch: Mapping[str, torch.Tensor], plan: ContextPlan) -> torch.Tensor:
         """Return the final hidden states of this rank's draft rows, ready for the target's head.
 
@@ -172,12 +177,17 @@ class DFlashModel(MegatronModule):
         features = batch["context_features"].to(self.fc.weight.dtype)
         context = self.hidden_norm(self.fc(features[:, None])[0])  # [S, 1, d]
         blocks = self.vocabulary.embed_blocks(batch["block_tokens"], self.dflash.block_size)
-        positions = torch.cat([batch["context_positions"], batch["block_positions"]])
+        positions = [batch["context_positions"], batch["block_positions"]]
+        if self.places(plan).gather == "hidden":
+            of_all_ranks = torch.from_numpy(plan.block_positions())
+            positions.append(of_all_ranks.to(features.device, non_blocking=True))
         hidden = self.decoder(
             hidden_states=blocks[:, None],
             attention_mask=None,
             context=context,
-            rotary_pos_emb=rotary_cos_sin(positions, self.dflash.head_dim, self.dflash.rope_theta),
+            rotary_pos_emb=rotary_cos_sin(
+                torch.cat(positions), self.dflash.head_dim, self.dflash.rope_theta
+            ),
             packed_seq_params=SplitKVPackedSeqParams(plan=plan),
         )
         return hidden[:, 0]

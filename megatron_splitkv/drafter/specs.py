@@ -8,7 +8,7 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer import ModuleSpec, TransformerLayerSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-from megatron_splitkv.attention import SplitKVCoreAttention
+from megatron_splitkv.attention import SplitKVCoreAttention, SplitKVOptions
 from megatron_splitkv.config import ConfigError, require_choice
 from megatron_splitkv.drafter.attention import DFlashAttention, DFlashAttentionSubmodules
 from megatron_splitkv.drafter.layer import DFlashLayer
@@ -17,7 +17,10 @@ BACKENDS = ("local", "transformer_engine")
 
 
 def get_dflash_layer_spec(
-    backend: str | BackendSpecProvider = "local", *, attention_kernel: str = "auto"
+    backend: str | BackendSpecProvider = "local",
+    *,
+    attention_kernel: str = "auto",
+    splitkv: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
 ) -> ModuleSpec:
     """Return the spec of one drafter layer.
 
@@ -27,6 +30,7 @@ def get_dflash_layer_spec(
     Args:
         backend: ``local``, ``transformer_engine``, or a provider of Megatron modules.
         attention_kernel: local attention kernel, one of `config.KERNELS`.
+        splitkv: what split-KV communicates and keeps.
 
     Raises:
         ConfigError: unknown backend, or Transformer Engine is not installed.
@@ -38,7 +42,7 @@ def get_dflash_layer_spec(
     attention = DFlashAttentionSubmodules(
         linear_q=column,
         linear_kv=column,
-        core_attention=partial(SplitKVCoreAttention, kernel=attention_kernel),
+        core_attention=partial(SplitKVCoreAttention, kernel=attention_kernel, options=splitkv),
         linear_proj=row,
         q_layernorm=head_norm,
         k_layernorm=head_norm,

@@ -4,6 +4,8 @@ from megatron_splitkv.plan.attention_plan import AttentionPlan
 from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.planner import build_plan
 from megatron_splitkv.plan.query_cast import QueryCast
+from megatron_splitkv.plan.row_plan import RowPlan
+from megatron_splitkv.plan.row_positions import even_positions, zigzag_positions
 from megatron_splitkv.plan.staircase import LeafLimits, Rectangles, Staircase, build_staircase
 
 __all__ = [
@@ -12,7 +14,10 @@ __all__ = [
     "LeafLimits",
     "QueryCast",
     "Rectangles",
+    "RowPlan",
     "Staircase",
     "build_plan",
     "build_staircase",
+    "even_positions",
+    "zigzag_positions",
 ]

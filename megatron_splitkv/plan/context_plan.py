@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.attention_plan import AttentionPlan
+from megatron_splitkv.plan.band import build_band_staircase, check_window
 from megatron_splitkv.plan.own_blocks import own_block_staircase
 from megatron_splitkv.plan.pricing import price_chunks, price_own_blocks
 from megatron_splitkv.plan.staircase import LeafLimits, Staircase, build_staircase
@@ -118,6 +119,15 @@ class ContextPlan(AttentionPlan):
         per_rank = self.layout.num_blocks // self.cp_size
         return np.arange(rank * per_rank, (rank + 1) * per_rank)
 
+    def block_positions(self) -> NDArray[np.int64]:
+        """Position inside its document of every slot of every block, in layout order.
+
+        Shape:
+            int64[N * B].
+        """
+        first = self.layout.anchor_positions - self.layout.document_starts
+        return (first[:, None] + np.arange(self.block_size)).ravel()
+
     # What a rank's keys are to the blocks
 
     def key_ranges(self, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -140,13 +150,19 @@ class ContextPlan(AttentionPlan):
 
         Shape:
             bool[P, N].
+
+        Raises:
+            ConfigError: the window is less than 1.
         """
+        check_window(window)
         filled = np.flatnonzero(np.diff(self.chunk_bounds))
         bounds, owner = self.chunk_bounds[filled], self.chunk_owner[filled]
         held = np.zeros((filled.size + 1, self.cp_size), dtype=np.int64)
         held[np.arange(1, filled.size + 1), owner] = 1
         np.cumsum(held, axis=0, out=held)  # chunks of each rank before a chunk
         start, end = self.layout.document_starts, self.layout.anchor_positions
+        if window is not None:
+            start = np.maximum(start, end - window + 1)  # of slot 0, which sees furthest back
         first = np.maximum(np.searchsorted(bounds, start, side="right") - 1, 0)
         after = np.searchsorted(bounds, end)
         seen = (held[np.maximum(after, first)] > held[first]).T
@@ -156,12 +172,18 @@ class ContextPlan(AttentionPlan):
         self, rank: int, blocks: NDArray[np.int64], limits: LeafLimits, window: int | None
     ) -> Staircase:
         """See `AttentionPlan.staircase`."""
+        check_window(window)
         start, end = self.key_ranges(rank)
-        return build_staircase(start[blocks], end[blocks], self.block_size, limits)
+        if window is None:
+            return build_staircase(start[blocks], end[blocks], self.block_size, limits)
+        row_start = self._window_starts(rank, window)[blocks]
+        return build_band_staircase(row_start.ravel(), end[blocks], self.block_size, limits)
 
     def build_own_staircase(self, rank: int, window: int | None) -> Staircase:
         """See `AttentionPlan.own_staircase`."""
-        return own_block_staircase(self.layout.block_keep_mask[self.blocks(rank)], self.block_size)
+        check_window(window)
+        keep = self.layout.block_keep_mask[self.blocks(rank)]
+        return own_block_staircase(keep, self.block_size, window)
 
     # Work
 
@@ -260,6 +282,21 @@ class ContextPlan(AttentionPlan):
         self._check_rank(rank)
         mine = np.flatnonzero(self.chunk_owner == rank)
         return self.chunk_bounds[mine], self.chunk_bounds[mine + 1]
+
+    def _window_starts(self, rank: int, window: int) -> NDArray[np.int64]:
+        """First local row that every slot sees; 0 for padding blocks.
+
+        A query at position p sees the keys x of its document with p - x < window; slot 0 is at its
+        anchor, and the context ends there for all slots.
+
+        Shape:
+            int64[N, B].
+        """
+        anchor, start = self.layout.anchor_positions[:, None], self.layout.document_starts[:, None]
+        position = anchor + np.arange(self.block_size)
+        first = np.clip(position - window + 1, start, np.maximum(anchor, start))
+        keep = self.layout.block_keep_mask[:, None]
+        return np.where(keep, self._local_rows_before(rank, first), 0)
 
     def _local_rows_before(self, rank: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of the rank's rows lie before each global position."""

@@ -51,7 +51,7 @@ def local_chunks(
     """Cut and assign the context such that each document stays within a group of ranks.
 
     The most groups are taken under which no rank has more than 1.05 times the work of the busiest
-    rank of `balanced`, nor more than 1.5 times an even share of the context rows. One group is
+    rank of `balanced`, nor more than 1.5 times an even share of the rows (and J). One group is
     `balanced` itself. Deterministic.
 
     Args:
@@ -199,20 +199,18 @@ def _assign(
     per_group = size * chunks_per_rank
     first = np.cumsum(group_rows) - group_rows
     cuts = first[:, None] + np.arange(per_group) * group_rows[:, None] // per_group
-    piece_start, piece_length, chunk_of = _cut(start, length, np.append(cuts, group_rows.sum()))
+    piece_start, _, chunk_of = _cut(start, length, np.append(cuts, group_rows.sum()))
     order = np.argsort(piece_start)
     chunk_of = chunk_of[order]
     bounds = np.append(piece_start[order], group_rows.sum())
 
     chunk_work = np.zeros(groups * per_group, dtype=np.int64)
     np.add.at(chunk_work, chunk_of, price_chunks(layout, bounds))
-    by_group, own_by_group = chunk_work.reshape(groups, -1), own_work.reshape(groups, -1)
-    owner = np.concatenate(
-        [
-            group * size + assign_balanced(by_group[group], own_by_group[group], chunks_per_rank)
-            for group in range(groups)
-        ]
-    )
+    owner = np.repeat(np.arange(groups) * size, per_group)
+    if size > 1:
+        by_group = chunk_work.reshape(groups, -1), own_work.reshape(groups, -1)
+        for group, (chunks, own) in enumerate(zip(*by_group, strict=True)):
+            owner[group * per_group :][:per_group] += assign_balanced(chunks, own, chunks_per_rank)
     work = own_work.copy()
     np.add.at(work, owner, chunk_work)
     return bounds, owner[chunk_of], work

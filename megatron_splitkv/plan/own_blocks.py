@@ -6,14 +6,19 @@ from numpy.typing import NDArray
 from megatron_splitkv.plan.staircase import Rectangles, Staircase
 
 
-def own_block_staircase(keep: NDArray[np.bool_], block_size: int) -> Staircase:
-    """Visibility of blocks to themselves: each kept block sees its own B rows, all of them.
+def own_block_staircase(
+    keep: NDArray[np.bool_], block_size: int, window: int | None = None
+) -> Staircase:
+    """Visibility of blocks to themselves.
 
-    A staircase of one level, so that a kernel treats these keys like any others.
+    Without a window a kept block sees all its B rows, later ones too: one dense level. With a
+    window it is causal: a slot sees itself and the `window - 1` slots before it; every block is a
+    leaf. Either way a kernel treats these keys like any others.
 
     Args:
         keep: False for padding blocks, which see nothing.
         block_size: B.
+        window: of a sliding-window layer; None for full attention.
 
     Returns:
         The staircase over these blocks' query rows and equally many key rows.
@@ -23,14 +28,20 @@ def own_block_staircase(keep: NDArray[np.bool_], block_size: int) -> Staircase:
     """
     kept = np.flatnonzero(keep)
     nothing = np.empty(0, dtype=np.int64)
-    start = np.where(keep, np.arange(keep.size) * block_size, 0)
-    pairs = kept.size * block_size**2
+    none = Rectangles(nothing, nothing, nothing, nothing)
+    squares = Rectangles(kept, kept + 1, kept * block_size, (kept + 1) * block_size)
+    slot = np.arange(block_size)
+    if window is None:
+        first, end = np.zeros_like(slot), np.full_like(slot, block_size)
+    else:
+        first, end = np.maximum(slot - window + 1, 0), slot + 1
+    block_start = (np.arange(keep.size) * block_size)[:, None]
     return Staircase(
-        levels=[Rectangles(kept, kept + 1, kept * block_size, (kept + 1) * block_size)],
-        leaves=Rectangles(nothing, nothing, nothing, nothing),
-        row_start=start.repeat(block_size),
-        row_end=np.where(keep, start + block_size, 0).repeat(block_size),
+        levels=[squares] if window is None else [],
+        leaves=none if window is None else squares,
+        row_start=np.where(keep[:, None], block_start + first, 0).ravel(),
+        row_end=np.where(keep[:, None], block_start + end, 0).ravel(),
         block_size=block_size,
-        needed_pairs=pairs,
-        executed_pairs=pairs,
+        needed_pairs=kept.size * int((end - first).sum()),
+        executed_pairs=kept.size * block_size**2,
     )

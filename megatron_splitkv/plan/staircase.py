@@ -10,6 +10,7 @@ Corners of about one kernel tile stay whole and are computed under a mask (leave
 Everything is vectorised over the documents and corners of a level; nothing here touches a row.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +35,15 @@ class LeafLimits:
     keys: int = 2048
     pairs: int = 128 * 128
 
+    def admit(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether corners of so many query rows and keys may stay whole."""
+        return ((rows <= self.rows) & (keys <= self.keys)) | (rows * keys <= self.pairs)
+
 
 DEFAULT_LEAF_LIMITS = LeafLimits()
+
+LeafRule = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
+"""Of corners, by their first block, the end of their blocks and their keys: which stay whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +79,26 @@ class Rectangles:
                 last_end[free : free + 1] = [end]
                 sets[i] = free
         return [self._select(np.flatnonzero(sets == s)) for s in range(len(last_end))]
+
+    def of_blocks(self, blocks: NDArray[np.int64]) -> "Rectangles":
+        """Query ranges that count positions in `blocks`, as ranges of these blocks."""
+        return Rectangles(
+            blocks[self.q_start], blocks[self.q_end - 1] + 1, self.k_start, self.k_end
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rectangles"]) -> "Rectangles":
+        """All rectangles in ascending order of their query ranges."""
+        if not parts:
+            empty = np.empty(0, dtype=np.int64)
+            return cls(empty, empty, empty, empty)
+        every = cls(
+            np.concatenate([part.q_start for part in parts]),
+            np.concatenate([part.q_end for part in parts]),
+            np.concatenate([part.k_start for part in parts]),
+            np.concatenate([part.k_end for part in parts]),
+        )
+        return every._select(np.argsort(every.q_start, kind="stable"))
 
     def _select(self, chosen: NDArray[np.int64]) -> "Rectangles":
         return Rectangles(
@@ -133,15 +161,19 @@ def build_staircase(
     Shape:
         key_start, key_end int64[N].
     """
+
+    def stays_whole(
+        lo: NDArray[np.int64], hi: NDArray[np.int64], keys: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        return limits.admit((hi - lo) * block_size, keys)
+
     levels: list[Rectangles] = []
     leaves: list[Rectangles] = []
     for blocks in _ascending_passes(key_start, key_end):
-        pass_levels, pass_leaves = _decompose(
-            blocks, key_start[blocks], key_end[blocks], block_size, limits
-        )
-        levels += pass_levels
-        leaves += pass_leaves
-    merged = _concatenate(leaves)
+        pass_levels, pass_leaves = split_prefixes(key_start[blocks], key_end[blocks], stays_whole)
+        levels += [level.of_blocks(blocks) for level in pass_levels]
+        leaves += [leaf.of_blocks(blocks) for leaf in pass_leaves]
+    merged = Rectangles.joined(leaves)
     cells = sum(level.num_cells for level in levels) + merged.num_cells
     return Staircase(
         levels=levels,
@@ -174,29 +206,30 @@ def _ascending_passes(
     return np.split(blocks, np.flatnonzero(new_pass) + 1)
 
 
-def _decompose(
-    blocks: NDArray[np.int64],
+def split_prefixes(
     start: NDArray[np.int64],
     end: NDArray[np.int64],
-    block_size: int,
-    limits: LeafLimits,
+    stays_whole: LeafRule,
 ) -> tuple[list[Rectangles], list[Rectangles]]:
-    """Levels and leaves of one pass; `end` never decreases along it.
+    """Cut staircases that stand side by side: a row of blocks, each with a range of keys.
+
+    Args:
+        start: first key of every block; neighbours of the same staircase have the same, which lies
+            behind all keys of the staircases before it.
+        end: end of its keys, at least its start; never decreases.
+        stays_whole: which corners become leaves; their blocks, too, count positions in `start`.
+
+    Returns:
+        Levels and leaves, in parts. Query ranges count positions in `start`.
 
     Shape:
-        blocks (layout indices), start, end (of their visible keys): int64[n].
+        start, end int64[n].
     """
-
-    def rectangles(
-        lo: NDArray[np.int64], hi: NDArray[np.int64], k0: NDArray[np.int64], k1: NDArray[np.int64]
-    ) -> Rectangles:
-        return Rectangles(blocks[lo], blocks[hi - 1] + 1, k0, k1)
-
-    # A segment [lo, hi) of the pass still lacks the keys from k0 on.
-    lo = np.flatnonzero(np.concatenate([[True], start[1:] != start[:-1]]))
+    lo = np.flatnonzero(np.diff(start, prepend=start[:1] - 1))
     hi = np.append(lo[1:], end.size)
     k0, k1 = start[lo], end[lo]
-    levels = [rectangles(lo, hi, k0, k1)]
+    shared = np.flatnonzero(k0 < k1)
+    levels = [Rectangles(lo, hi, k0, k1)._select(shared)] if shared.size else []
     leaves: list[Rectangles] = []
     k0 = k1
     while True:
@@ -205,34 +238,16 @@ def _decompose(
         lo, hi, k0 = lo[open_], hi[open_], k0[open_]
         if lo.size == 0:
             return levels, leaves
-        keys = end[hi - 1] - k0
-        is_leaf = (((hi - lo) * block_size <= limits.rows) & (keys <= limits.keys)) | (
-            (hi - lo) * keys * block_size <= limits.pairs
-        )
+        is_leaf = stays_whole(lo, hi, end[hi - 1] - k0)
         if is_leaf.any():
             leaf_lo, leaf_hi = lo[is_leaf], hi[is_leaf]
-            leaves.append(rectangles(leaf_lo, leaf_hi, k0[is_leaf], end[leaf_hi - 1]))
+            leaves.append(Rectangles(leaf_lo, leaf_hi, k0[is_leaf], end[leaf_hi - 1]))
             lo, hi, k0 = lo[~is_leaf], hi[~is_leaf], k0[~is_leaf]
             if lo.size == 0:
                 return levels, leaves
         middle = (lo + hi) // 2
         k1 = end[middle]
-        levels.append(rectangles(middle, hi, k0, k1))
+        levels.append(Rectangles(middle, hi, k0, k1))
         lo = np.stack([lo, middle], axis=1).ravel()
         hi = np.stack([middle, hi], axis=1).ravel()
         k0 = np.stack([k0, k1], axis=1).ravel()
-
-
-def _concatenate(parts: list[Rectangles]) -> Rectangles:
-    """All rectangles in ascending order of their query ranges."""
-    if not parts:
-        empty = np.empty(0, dtype=np.int64)
-        return Rectangles(empty, empty, empty, empty)
-    q_start = np.concatenate([part.q_start for part in parts])
-    order = np.argsort(q_start)
-    return Rectangles(
-        q_start[order],
-        np.concatenate([part.q_end for part in parts])[order],
-        np.concatenate([part.k_start for part in parts])[order],
-        np.concatenate([part.k_end for part in parts])[order],
-    )

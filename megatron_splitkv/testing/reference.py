@@ -13,33 +13,39 @@ import torch
 from megatron_splitkv.data.anchors import BlockLayout
 
 
-def visibility_mask(layout: BlockLayout, context_length: int) -> torch.Tensor:
+def visibility_mask(
+    layout: BlockLayout, context_length: int, window: int | None = None
+) -> torch.Tensor:
     """Which key each query row sees.
 
     A kept block sees the context of its own document strictly before its anchor, and all of its own
-    rows; a padding block sees nothing, not even itself.
+    rows; a padding block sees nothing, not even itself. With a window, a query at position p
+    (anchor + slot) sees of these only the keys at positions x <= p with p - x < window, which makes
+    its own block causal.
 
     Args:
         layout: blocks in global packed positions.
         context_length: S.
+        window: of a sliding-window layer; None for full attention.
 
     Returns:
         bool ``[Q, S + Q]``, context keys first.
     """
-    start = torch.as_tensor(layout.document_starts)
-    anchor = torch.as_tensor(layout.anchor_positions)
-    keep = torch.as_tensor(layout.block_keep_mask)
-    position = torch.arange(context_length)
-    context = (start[:, None] <= position) & (position < anchor[:, None]) & keep[:, None]
-    own = torch.diag(keep)
     rows = layout.block_size
-    return torch.cat(
-        [
-            context.repeat_interleave(rows, 0),
-            own.repeat_interleave(rows, 0).repeat_interleave(rows, 1),
-        ],
-        dim=1,
+    start, anchor, keep = (
+        torch.as_tensor(x).repeat_interleave(rows)
+        for x in (layout.document_starts, layout.anchor_positions, layout.block_keep_mask)
     )
+    block = torch.arange(layout.num_blocks).repeat_interleave(rows)
+    position = anchor + torch.arange(rows).repeat(layout.num_blocks)
+    key = torch.arange(context_length)
+    context = (start[:, None] <= key) & (key < anchor[:, None])
+    own = block[:, None] == block
+    mask = torch.cat([context, own], dim=1) & keep[:, None]
+    if window is not None:
+        distance = position[:, None] - torch.cat([key, position])
+        mask &= (distance >= 0) & (distance < window)
+    return mask
 
 
 def reference_attention(
@@ -48,6 +54,7 @@ def reference_attention(
     v: torch.Tensor,
     layout: BlockLayout,
     *,
+    window: int | None = None,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in fp64 with an explicit score matrix, differentiable by autograd.
@@ -57,6 +64,7 @@ def reference_attention(
         k: context keys, then the blocks' own keys.
         v: values in the order of `k`.
         layout: the blocks.
+        window: see `visibility_mask`.
         softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
 
     Returns:
@@ -69,7 +77,7 @@ def reference_attention(
     num_queries, num_heads, width = q.shape
     group = num_heads // k.shape[1]
     scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
-    mask = visibility_mask(layout, k.shape[0] - num_queries)[:, None, :]  # [Q, 1, S + Q]
+    mask = visibility_mask(layout, k.shape[0] - num_queries, window)[:, None, :]  # [Q, 1, S + Q]
     keys = k.double().repeat_interleave(group, dim=1)
     values = v.double().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->qhk", q.double(), keys) * scale
@@ -88,6 +96,7 @@ def dense_sdpa_attention(
     v: torch.Tensor,
     layout: BlockLayout,
     *,
+    window: int | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
     """The same attention in the precision of its inputs: torch's SDPA with a dense mask.
@@ -100,12 +109,13 @@ def dense_sdpa_attention(
         k: context keys, then the blocks' own keys.
         v: values in the order of `k`.
         layout: the blocks.
+        window: see `visibility_mask`.
         softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
 
     Shape:
         As `reference_attention`.
     """
-    mask = visibility_mask(layout, k.shape[0] - q.shape[0])
+    mask = visibility_mask(layout, k.shape[0] - q.shape[0], window)
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

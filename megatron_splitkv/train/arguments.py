@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.config import KERNELS, PLAN_STRATEGIES
 from megatron_splitkv.data.meta import StoreMeta
 
@@ -141,10 +142,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"Attention kernel: one of {', '.join(KERNELS)}. Default: auto.",
     )
+    group.add_argument(
+        "--splitkv-gather",
+        default="auto",
+        metavar="WHAT",
+        help="What context parallelism gathers: projected queries (q) or the rows before their "
+        "projection (hidden). Default: auto, the quicker by estimate.",
+    )
+    group.add_argument(
+        "--splitkv-scatter",
+        default="auto",
+        metavar="WHAT",
+        help="What goes back to the owners: attention outputs (heads) or projected ones (proj). "
+        "Default: auto.",
+    )
+    group.add_argument(
+        "--splitkv-query-cast",
+        default="auto",
+        metavar="WHOM",
+        help="Who gets a query: all ranks, or the group of those that hold keys which it sees. "
+        "Default: auto, group where it moves clearly less. Made for --plan-strategy "
+        "balanced-local.",
+    )
+    group.add_argument(
+        "--splitkv-save",
+        default="gathered",
+        metavar="WHAT",
+        help="What backward keeps of the queries: gathered, or only the rank's own, to be gathered "
+        "again. --recompute-modules core_attn is own. Default: gathered.",
+    )
+    group.add_argument(
+        "--splitkv-fp32-reduce",
+        action="store_true",
+        help="Send partial outputs and gradients in fp32, twice the bytes. They are added in fp32 "
+        "either way.",
+    )
     parser.set_defaults(**_DRAFTER_DEFAULTS)
     if not torch.cuda.is_available():
         parser.set_defaults(**_CPU_DEFAULTS)
     return parser
+
+
+def splitkv_options(args: argparse.Namespace) -> SplitKVOptions:
+    """What the command line says about split-KV's communication.
+
+    Raises:
+        ConfigError: an unknown name, or choices that exclude each other.
+    """
+    return SplitKVOptions(
+        gather=args.splitkv_gather,
+        scatter=args.splitkv_scatter,
+        query_cast=args.splitkv_query_cast,
+        save=args.splitkv_save,
+        fp32_reduce=args.splitkv_fp32_reduce,
+    )
 
 
 def complete_arguments(args: argparse.Namespace, meta: StoreMeta) -> None:

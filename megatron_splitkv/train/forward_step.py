@@ -6,15 +6,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from megatron.training import get_timers
+from megatron.training import get_timers, print_rank_0
 
+from megatron_splitkv.attention.strategies import LAYER_LABELS
 from megatron_splitkv.comm import CommMeter, all_reduce_max
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.train.dataset import split_batch
-
-# Tensors that move once per layer; what the embedding and the loss move is not among them.
-LAYER_LABELS = frozenset({"q", "lse_max", "lse_sum", "out", "grad_out", "delta", "grad_q"})
 
 type LossOutputs = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -61,8 +59,9 @@ class ForwardStep:
             for group in (drafter.tp_group, drafter.cp_group):
                 check_same_plan(plan, group, self.device)
             self._plans_compared = True
+            print_rank_0(drafter.places(plan).reason)
 
-        self._meter.records.clear()
+        self._meter.clear()
         loss, num_tokens, report = model(batch, plan)
         report = {_log_name(name): pair for name, pair in report.items()}
         report["trained tokens per pack"] = loss.new_tensor([trained_tokens, 1.0 / plan.cp_size])
@@ -85,6 +84,7 @@ class ForwardStep:
         return pair
 
     def _layer_bytes(self) -> float:
+        """What the layers moved; what the embedding and the loss move is not among it."""
         return sum(r.bytes for r in self._meter.records if r.label in LAYER_LABELS)
 
 

@@ -9,6 +9,7 @@ from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.model import DFlashModel
 from megatron_splitkv.drafter.specs import get_dflash_layer_spec
+from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.dataset import BlockRecipe, PackDataset
 from megatron_splitkv.train.setup import TrainingSetup
 
@@ -102,7 +103,9 @@ class ModelProvider:
             self.setup.config,
             self.setup.dflash,
             layer_spec=get_dflash_layer_spec(
-                args.transformer_impl, attention_kernel=args.attention_kernel
+                args.transformer_impl,
+                attention_kernel=args.attention_kernel,
+                splitkv=splitkv_options(args),
             ),
             embedding_weight=embedding,
             head_weight=None if head is embedding else head,

@@ -19,6 +19,7 @@ from megatron_splitkv.config import (
     require_choice,
 )
 from megatron_splitkv.data.meta import StoreMeta, check_mask_token
+from megatron_splitkv.train.arguments import splitkv_options
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -42,6 +43,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("neither --train-iters nor --train-samples is given; give one")
     require_choice("--plan-strategy", args.plan_strategy, PLAN_STRATEGIES)
     require_choice("--attention-kernel", args.attention_kernel, KERNELS)
+    splitkv_options(args)
     require_choice("--verify-feature-store", args.verify_feature_store, ("auto", "size", "full"))
     require_choice("--dataloader-type", args.dataloader_type, ("single",))
     require_choice("--ckpt-format", args.ckpt_format, ("torch_dist",))

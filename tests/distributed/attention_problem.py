@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.attention import context_parallel_attention
+from megatron_splitkv.attention import SplitKVOptions, context_parallel_attention
 from megatron_splitkv.comm import group_rank
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, build_plan
@@ -35,6 +35,7 @@ class Problem:
     chunks_per_rank: int | None = None
     kernel: str = "cpu"
     strided: bool = False
+    options: SplitKVOptions = SplitKVOptions()
     seed: int = 0
 
     @property
@@ -117,7 +118,7 @@ def attend_sharded(
     mine = own_slice(plan, rank)
     local = [q[mine], shard_keys(k, plan, rank), shard_keys(v, plan, rank)]
     leaves = [_restride(x.clone(), problem.strided).requires_grad_() for x in local]
-    out = context_parallel_attention(*leaves, plan, group, kernel=problem.kernel)
+    out = context_parallel_attention(*leaves, plan, group, kernel=problem.kernel, options=problem.options)
     out.backward(_restride(grad_out[mine].clone(), problem.strided))
     return [out.detach(), *(x.grad.clone() for x in leaves if x.grad is not None)]
 

@@ -11,7 +11,8 @@ from torch.utils import deterministic
 
 from megatron_splitkv.attention import context_parallel_attention
 from megatron_splitkv.attention.kernels import select_kernel
-from megatron_splitkv.attention.strategies.splitkv import _global_lse
+from megatron_splitkv.attention.merge import own_lse
+from megatron_splitkv.comm import RowExchange
 from megatron_splitkv.testing import gloo_pool, reference_attention, relative_error, subgroup
 from tests.distributed.attention_problem import (
     NAMES,
@@ -149,7 +150,9 @@ def _merged_lse(swapped: bool) -> torch.Tensor | None:
     if rank >= 2:
         return None
     local = torch.tensor([pair[rank ^ swapped] for pair in SHARDS])
-    return _global_lse(local[:, None], group)[:, 0]
+    exchange = RowExchange(group, own_rows=2)  # of the four rows
+    own = own_lse(exchange, exchange.launch_return(local[:, None], label="lse").wait())
+    return exchange.launch_cast(own, label="lse").wait()[:, 0]
 
 
 def test_a6_lse_merge_does_not_overflow() -> None:

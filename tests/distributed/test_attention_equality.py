@@ -131,12 +131,9 @@ def test_empty_shares(problem: Problem, kernel: str) -> None:
 # Wrong variants that a tolerance must not hide: each once was a public bug.
 
 
-def _local_lse_in_backward(
-    all_grad_out: torch.Tensor, all_q: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    *keys, carrier, _, task = rest
-    _, local_lse = splitkv._partial_attention(all_q, all_q[task.own_rows], *keys, task)
-    return _RIGHT_BACKWARD(all_grad_out, all_q, *keys, carrier, local_lse, task)
+def _local_lse_in_backward(call: Any, grad_out: Any, rows: Any, keys: Any, *stats: Any) -> Any:
+    delta, _ = stats
+    return _RIGHT_BACKWARD(call, grad_out, rows, keys, delta, call.attend(rows, keys)[1])
 
 
 def _without_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -154,15 +151,15 @@ def _by_block_index(plan: ContextPlan, rank: int) -> tuple[np.ndarray, np.ndarra
     return start, np.where(end > start, np.maximum.accumulate(end), end)
 
 
-_RIGHT_BACKWARD = splitkv._partial_attention_backward
-_RIGHT_PARTIAL = splitkv._partial_attention
+_RIGHT_BACKWARD = splitkv._Call.attend_backward
+_RIGHT_PARTIAL = splitkv._Call.attend
 _RIGHT_DELTA = splitkv.row_delta
 _RIGHT_RANGES = ContextPlan.key_ranges
 
 FAULTS = {
-    "local lse in backward": (splitkv, "_partial_attention_backward", _local_lse_in_backward),
+    "local lse in backward": (splitkv._Call, "attend_backward", _local_lse_in_backward),
     "missing delta": (splitkv, "row_delta", _without_delta),
-    "merge seeded with 0": (splitkv, "_partial_attention", _seeded_with_zero),
+    "merge seeded with 0": (splitkv._Call, "attend", _seeded_with_zero),
     "mask by block index": (ContextPlan, "key_ranges", _by_block_index),
 }
 

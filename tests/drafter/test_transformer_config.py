@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter import DFlashConfig, check_transformer_config, get_dflash_layer_spec
 from tests.drafter.harness import TINY
@@ -78,7 +79,8 @@ def test_the_spec_takes_any_provider() -> None:
         def row_parallel_linear(self) -> str:
             return "row"
 
-    spec = get_dflash_layer_spec(Provider(), attention_kernel="naive")
+    options = SplitKVOptions(gather="hidden")
+    spec = get_dflash_layer_spec(Provider(), attention_kernel="naive", splitkv=options)
     attention = spec.submodules.self_attention.submodules
     assert (attention.linear_q, attention.linear_kv, attention.linear_proj) == (
         "column",
@@ -86,4 +88,4 @@ def test_the_spec_takes_any_provider() -> None:
         "row",
     )
     assert (spec.submodules.input_layernorm, attention.k_layernorm) == ("norm", "head norm")
-    assert attention.core_attention.keywords == {"kernel": "naive"}
+    assert attention.core_attention.keywords == {"kernel": "naive", "options": options}

@@ -52,6 +52,27 @@ def visible(layout, rows):
     )
 
 
+def visible_in_window(layout, rows, window):
+    """bool[N * B, len(rows)]: the same by query row, as far back as a window reaches."""
+    size = layout.block_size
+    position = layout.anchor_positions[:, None] + np.arange(size)
+    near = position.reshape(-1, 1) - np.asarray(rows)[None, :] < window
+    return visible(layout, rows).repeat(size, axis=0) & near
+
+
+def shuffled(plan, seed):
+    """The plan's blocks in no order, some of them turned into padding."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(plan.num_blocks)
+    layout = BlockLayout(
+        plan.layout.anchor_positions[order],
+        plan.layout.document_starts[order],
+        plan.layout.block_keep_mask[order] & (rng.random(order.size) < 0.8),
+        plan.layout.block_size,
+    )
+    return ContextPlan(layout, plan.chunk_bounds, plan.chunk_owner, plan.cp_size, "none")
+
+
 def random_plan(seed, cp_size):
     """A plan that no strategy would make: random cuts, random owners, ranks without rows."""
     layout, length = random_layout(seed)

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from megatron_splitkv.data.anchors import BlockLayout
-from megatron_splitkv.plan import ContextPlan, LeafLimits, build_plan, build_staircase
-from tests.plan.layouts import fig5_layout, layout_of, random_plan, visible
+from megatron_splitkv.plan import LeafLimits, build_plan, build_staircase
+from tests.plan.coverage import assert_disjoint_and_ascending, cells, columns, count_coverage
+from tests.plan.layouts import fig5_layout, layout_of, random_plan, shuffled, visible
 
 NO_LEAVES = LeafLimits(rows=0, keys=0, pairs=0)
 LIMITS = [
@@ -12,34 +13,6 @@ LIMITS = [
     LeafLimits(rows=12, keys=1000, pairs=10),
     LeafLimits(),
 ]
-
-
-def count_coverage(staircase, num_keys):
-    """How often the rectangles compute each (query row, local key)."""
-    size = staircase.block_size
-    count = np.zeros((staircase.num_rows, num_keys), dtype=int)
-    for level in staircase.levels:
-        for q0, q1, k0, k1 in columns(level):
-            count[q0 * size : q1 * size, k0:k1] += 1
-    for q0, q1, k0, k1 in columns(staircase.leaves):
-        for row in range(q0 * size, q1 * size):
-            first, last = int(staircase.row_start[row]), int(staircase.row_end[row])
-            count[row, max(first, k0) : min(last, k1)] += 1
-    return count
-
-
-def columns(rectangles):
-    return np.stack(
-        [rectangles.q_start, rectangles.q_end, rectangles.k_start, rectangles.k_end], axis=1
-    ).tolist()
-
-
-def assert_disjoint_and_ascending(rectangles, *, keys=True):
-    assert (rectangles.q_start < rectangles.q_end).all()
-    assert (rectangles.k_start < rectangles.k_end).all()
-    assert (rectangles.q_end[:-1] <= rectangles.q_start[1:]).all()
-    if keys:
-        assert (rectangles.k_end[:-1] <= rectangles.k_start[1:]).all()
 
 
 def assert_exact(plan, rank, limits, *, ordered=True):
@@ -58,8 +31,7 @@ def assert_exact(plan, rank, limits, *, ordered=True):
         assert staircase.row_end[rows][-1] == k1
 
     size = plan.layout.block_size
-    cells = [*columns(leaves), *(c for level in staircase.levels for c in columns(level))]
-    executed = size * sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in cells)
+    executed = size * sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in cells(staircase))
     assert staircase.needed_pairs == size * seen.sum() == plan.context_work[rank]
     assert staircase.executed_pairs == executed >= staircase.needed_pairs
     if limits == NO_LEAVES:
@@ -103,17 +75,7 @@ def test_overlapping_neighbours_and_equal_anchors(limits):
 def test_blocks_in_any_order(limits):
     """Hand-made layouts: padding amid a document, unsorted anchors, interleaved documents."""
     for seed in range(25):
-        plan = random_plan(seed, 2)
-        rng = np.random.default_rng(seed)
-        order = rng.permutation(plan.layout.num_blocks)
-        keep = plan.layout.block_keep_mask[order] & (rng.random(order.size) < 0.8)
-        layout = BlockLayout(
-            plan.layout.anchor_positions[order],
-            plan.layout.document_starts[order],
-            keep,
-            plan.layout.block_size,
-        )
-        mixed = ContextPlan(layout, plan.chunk_bounds, plan.chunk_owner, 2, "none")
+        mixed = shuffled(random_plan(seed, 2), seed)
         for rank in range(2):
             assert_exact(mixed, rank, limits, ordered=False)
 

@@ -1,91 +1,20 @@
 """Local attention kernels: one rank's keys against all queries, exact within a staircase.
 
-Every kernel is a module with the two functions and the limits of `Kernel`. It sees neither ranks
-nor collectives; forward and backward are partial over the keys it is given.
+Every kernel is a module or an object with the functions of `Kernel`. It sees neither ranks nor
+collectives; forward and backward are partial over the keys it is given. Modules of kernels are
+imported when they are selected.
 """
 
-from typing import Protocol
+from megatron_splitkv.attention.kernels.interface import Kernel
+from megatron_splitkv.attention.kernels.rules import Machine, Request, kernel_report, machine_of
+from megatron_splitkv.attention.kernels.selection import find_kernel, select_kernel
 
-import torch
-
-from megatron_splitkv.attention.kernels import cpu, naive
-from megatron_splitkv.config import KERNELS, require_choice
-from megatron_splitkv.plan import LeafLimits, Staircase
-
-
-class Kernel(Protocol):
-    """What a kernel module provides.
-
-    Shape legend: Q = N * B query rows in block order, K local key rows, n_q and n_kv heads
-    (n_q a multiple of n_kv; head h reads key head h // (n_q / n_kv)), d head width.
-    """
-
-    LEAF_LIMITS: LeafLimits
-    """When a corner of the staircase is cheaper whole and masked than cut further."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        staircase: Staircase,
-        softmax_scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of all queries over these keys.
-
-        Returns:
-            Partial output and natural log-sum-exp over these keys, both fp32 (fp64 for fp64
-            inputs); exactly 0 and -inf for rows that see none of them.
-
-        Shape:
-            q ``[Q, n_q, d]``, k and v ``[K, n_kv, d]`` -> ``[Q, n_q, d]``, ``[Q, n_q]``.
-        """
-        ...
-
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out_carrier: torch.Tensor,
-        lse: torch.Tensor,
-        staircase: Staircase,
-        softmax_scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients through these keys.
-
-        Args:
-            grad_out: gradient of the whole output, not of a part.
-            q: queries.
-            k: these keys.
-            v: their values.
-            out_carrier: any tensor whose rowsum with `grad_out` is that of the whole output.
-            lse: log-sum-exp over all keys, not only these.
-            staircase: which of these keys each query row sees.
-            softmax_scale: factor on the scores.
-
-        Returns:
-            dq, partial over these keys, fp32 (fp64 for fp64 inputs); dk and dv, complete, in the
-            dtype of k and v.
-        """
-        ...
-
-
-_KERNELS: dict[str, Kernel] = {"naive": naive, "cpu": cpu}
-
-
-def select_kernel(name: str, device: torch.device) -> Kernel:
-    """Return the kernel of that name.
-
-    Args:
-        name: one of `megatron_splitkv.config.KERNELS`; ``auto`` picks by device.
-        device: where the tensors are.
-
-    Raises:
-        ConfigError: unknown name.
-    """
-    require_choice("attention kernel", name, KERNELS)
-    if name == "auto":
-        name = "cpu" if device.type == "cpu" else "naive"
-    return _KERNELS[name]
+__all__ = [
+    "Kernel",
+    "Machine",
+    "Request",
+    "find_kernel",
+    "kernel_report",
+    "machine_of",
+    "select_kernel",
+]

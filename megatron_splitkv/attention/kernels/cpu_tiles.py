@@ -16,6 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_splitkv.attention.kernels.packed_rows import (
+    PackedRows,
+    similar_shapes,
+    visible_keys,
+)
 from megatron_splitkv.attention.merge import merge_
 from megatron_splitkv.plan import Rectangles, Staircase
 
@@ -30,7 +35,7 @@ class Tile(Protocol):
 
     @property
     def visible(self) -> torch.Tensor | None:
-        """Range of keys that each row sees, from its tile's first, int64 ``[T, m, 2]``; None: all."""
+        """Keys that each row sees, from its tile's first, int64 ``[T, m, 2]``; None: all."""
         ...
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,49 +88,6 @@ class ViewTile:
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Ranges of rows as the rows of one padded batch.
-
-    Padding repeats the first row of its range: a row that takes part anyway, so it holds no NaN
-    that the real result would not have.
-
-    Args:
-        index: rows to read.
-        real: positions within `index` that are not padding; None if none is padding.
-        num_tiles: T.
-
-    Shape:
-        index int64[T * length]; real int64[sum of range lengths].
-    """
-
-    index: torch.Tensor
-    real: torch.Tensor | None
-    num_tiles: int
-
-    @classmethod
-    def of(cls, start: NDArray[np.int64], lengths: NDArray[np.int64]) -> "PackedRows":
-        offset = np.arange(lengths.max())
-        is_real = offset < lengths[:, None]
-        index = start[:, None] + np.where(is_real, offset, 0)
-        return cls(
-            index=torch.from_numpy(index.ravel()),
-            real=None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real)),
-            num_tiles=start.size,
-        )
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, h, d]`` -> ``[T, h, length, d]``."""
-        return x.index_select(0, self.index).unflatten(0, (self.num_tiles, -1)).transpose(1, 2)
-
-    def real_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, h, length, ...]`` -> indices of the rows that are not padding, and those rows."""
-        rows = x.transpose(1, 2).flatten(0, 1)
-        if self.real is None:
-            return self.index, rows
-        return self.index.index_select(0, self.real), rows.index_select(0, self.real)
-
-
-@dataclass(frozen=True)
 class BatchTile:
     """Small rectangles of similar shape, gathered, computed together and scattered."""
 
@@ -142,20 +104,13 @@ class BatchTile:
     def merge_out(
         self, out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor
     ) -> None:
-        index, other_out = self.q.real_rows(tile_out)
-        _, other_lse = self.q.real_rows(tile_lse)
-        rows_out, rows_lse = out.index_select(0, index), lse.index_select(0, index)
-        merge_(rows_out, rows_lse, other_out, other_lse)
-        out.index_copy_(0, index, rows_out)
-        lse.index_copy_(0, index, rows_lse)
+        self.q.merge_into(out, lse, tile_out, tile_lse)
 
     def add_to_queries(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        index, rows = self.q.real_rows(x)
-        total.index_add_(0, index, rows.to(total.dtype))
+        self.q.add_into(total, x)
 
     def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        index, rows = self.k.real_rows(x)
-        total.index_add_(0, index, rows.to(total.dtype))
+        self.k.add_into(total, x)
 
 
 # Every layer and both directions walk the same staircase; it is laid out once.
@@ -186,7 +141,7 @@ def _lay_out(rectangles: Rectangles, staircase: Staircase, *, masked: bool) -> I
             slice(rectangles.k_start[i], rectangles.k_end[i]),
             _visible(rectangles, np.array([i]), staircase, masked=masked),
         )
-    for group in _similar_shapes(blocks, keys, np.flatnonzero(~large & (blocks * keys > 0))):
+    for group in similar_shapes(blocks, keys, np.flatnonzero(~large & (blocks * keys > 0))):
         area = int(blocks[group].max() * keys[group].max()) * size
         num_parts = min(group.size, -(-group.size * area // _BATCH_PAIRS))
         for part in np.array_split(group, num_parts):
@@ -197,34 +152,11 @@ def _lay_out(rectangles: Rectangles, staircase: Staircase, *, masked: bool) -> I
             )
 
 
-def _similar_shapes(
-    blocks: NDArray[np.int64], keys: NDArray[np.int64], chosen: NDArray[np.int64]
-) -> Iterator[NDArray[np.int64]]:
-    """Split the chosen rectangles into groups whose sides differ by less than a quarter octave."""
-    if chosen.size == 0:
-        return
-    sides = np.stack([blocks[chosen], keys[chosen]])
-    shape = np.floor(4 * np.log2(sides)).astype(np.int64)
-    _, group = np.unique(shape, axis=1, return_inverse=True)
-    for g in range(group.max() + 1):
-        yield chosen[group.ravel() == g]
-
-
 def _visible(
     rectangles: Rectangles, chosen: NDArray[np.int64], staircase: Staircase, *, masked: bool
 ) -> torch.Tensor | None:
-    """Visible keys of each row of the padded batch of the chosen rectangles; None if all are."""
-    rows = (rectangles.q_end - rectangles.q_start)[chosen, None] * staircase.block_size
-    keys = (rectangles.k_end - rectangles.k_start)[chosen, None]
-    offset = np.arange(rows.max())
-    is_real = offset < rows
-    start, end = np.zeros_like(keys), keys
-    if masked:
-        row = rectangles.q_start[chosen, None] * staircase.block_size + np.where(is_real, offset, 0)
-        first = rectangles.k_start[chosen, None]
-        start = np.clip(staircase.row_start[row] - first, 0, keys)
-        end = np.clip(staircase.row_end[row] - first, 0, keys)
-    visible = np.stack(np.broadcast_arrays(start, np.where(is_real, end, 0)), axis=-1)
-    if (visible == (0, keys.max())).all():
+    """`visible_keys` as a tensor; None if all rows see all keys."""
+    visible = visible_keys(rectangles, chosen, staircase, masked=masked)
+    if (visible == (0, (rectangles.k_end - rectangles.k_start)[chosen].max())).all():
         return None
     return torch.from_numpy(visible)

@@ -1,17 +1,20 @@
 """Split-KV: keys and values stay where they are; queries, partial outputs and statistics travel.
 
-Forward, on rank p: gather the queries of all ranks; attend them to the local context, and the own
-blocks to themselves; agree on the log-sum-exp over all keys; send each rank the partial outputs of
-its rows, weighted by exp(lse_p - lse), and add up what arrives.
+Forward, on rank p: cast the queries to the ranks that hold keys which they see; attend the local
+context, and the own blocks to themselves; return partial outputs and their log-sum-exps to the
+owners of the rows, which merge them.
 
-Backward: the owner of a row holds its whole output, so it computes delta = rowsum(dO * O) and
-gathers it along with dO. With the global lse and delta each rank's backward is local: dk and dv are
+Backward: the owner of a row holds its whole output, so it computes delta = rowsum(dO * O) and casts
+it and the global lse along with dO. With these each rank's backward is local: dk and dv are
 complete, dq is partial and goes to its owner as the outputs did.
+
+With the output projection before the return (`attend_partial`) nobody holds a whole output: the
+ranks agree on the global lse before they weight their partial outputs, and on delta in backward.
 
 Communication depends on the queries alone, never on the context length.
 
-Shape legend: Q query rows of all ranks, Q_p of this one, S_p context rows of this rank, n_q and
-n_kv heads, d head width. All rows lie as the plan orders them.
+Shape legend: Q_p query rows of this rank, A query rows that it attends (its own among them), S_p
+context rows of this rank, n_q and n_kv heads, d head width. All rows lie as the plan orders them.
 """
 
 from dataclasses import dataclass
@@ -21,199 +24,331 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_splitkv.attention.flight import Flight, return_rows
 from megatron_splitkv.attention.kernels import Kernel, select_kernel
 from megatron_splitkv.attention.merge import (
     delta_carrier,
-    finite_or_zero,
     merge_,
+    merge_contributions,
+    own_lse,
     row_delta,
     softmax_weight,
 )
-from megatron_splitkv.comm import (
-    all_reduce_max,
-    all_reduce_sum,
-    gather_rows,
-    group_rank,
-    reduce_scatter_rows,
+from megatron_splitkv.attention.options import SplitKVOptions
+from megatron_splitkv.attention.routing import row_exchange
+from megatron_splitkv.comm import RowExchange, group_rank
+from megatron_splitkv.plan import AttentionPlan, Staircase
+
+# Tensors that move once a layer, as the meter names them.
+LAYER_LABELS = frozenset(
+    {"q", "hidden", "lse", "lse_total", "out", "grad_out", "lse_and_delta", "delta", "delta_total"}
+    | {"grad_q", "grad_hidden"}
 )
-from megatron_splitkv.plan import ContextPlan, Staircase
+
+Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class SplitKVAttention:
+    """One attention of one micro-batch: who attends what, and the differentiable steps.
+
+    All ranks of the group take the same steps in the same order.
+
+    Args:
+        plan: the plan of the micro-batch, equal on all ranks.
+        cp_group: the context-parallel group; None for one process.
+        device: of the tensors.
+        kernel: name of the local attention kernel.
+        softmax_scale: factor on the scores.
+        window: of a sliding-window layer; None for full attention.
+        options: what travels; `gather` and `scatter` are the caller's, who calls the steps.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        cp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        kernel: str = "auto",
+        softmax_scale: float,
+        window: int | None = None,
+        options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.plan = plan
+        self.rank = group_rank(cp_group)
+        self.kernel_name = kernel
+        self.softmax_scale = softmax_scale
+        self.window = window
+        self.options = options
+        self.cast = plan.resolve_cast(options.query_cast, window)
+        self.exchange = row_exchange(plan, cp_group, device, self.cast, window)
+
+    def launch(self, rows: torch.Tensor, *, label: str = "q") -> Flight:
+        """Send this rank's query rows (or what they will be projected from) off.
+
+        Args:
+            rows: of this rank's own blocks.
+            label: ``q`` or ``hidden``.
+
+        Returns:
+            For `attend` and `attend_partial`; or `land` it for the attended rows.
+
+        Shape:
+            ``[Q_p, ...]``; the landed rows ``[A, ...]``.
+        """
+        return Flight(
+            rows,
+            self.exchange,
+            label=label,
+            wire_dtype=self._wire_dtype(rows),
+            keep_own=self.options.save == "own",
+        )
+
+    def attend(self, queries: Flight | torch.Tensor, *keys: torch.Tensor | None) -> torch.Tensor:
+        """Attention output of this rank's own rows, over the keys of all ranks.
+
+        Args:
+            queries: launched queries, or the attended rows where they were projected after landing.
+            *keys: context keys and values of this rank, then keys and values of its own blocks'
+                rows (None, None where the plan has none).
+
+        Returns:
+            The whole output; 0, with gradient 0, for rows that see nothing.
+
+        Shape:
+            queries ``[A, n_q, d]``, context ``[S_p, n_kv, d]``, own ``[Q_p, n_kv, d]`` ->
+            ``[Q_p, n_q, d]``.
+        """
+        return self._apply(_Attend, queries, keys)
+
+    def attend_partial(
+        self, queries: Flight | torch.Tensor, *keys: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This rank's share of the output of every row that it attends; the ranks' shares add up.
+
+        For a linear map before the sum; `return_rows` is the sum.
+
+        Shape:
+            As `attend`, but the output is ``[A, n_q, d]``.
+        """
+        return self._apply(_AttendPartial, queries, keys)
+
+    def return_rows(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' shares of every row at its owner.
+
+        Shape:
+            ``[A, ...]`` -> ``[Q_p, ...]``.
+        """
+        return return_rows(
+            partial, self.exchange, label="out", wire_dtype=self._wire_dtype(partial)
+        )
+
+    def attended(self, all_rows: torch.Tensor) -> torch.Tensor:
+        """Of rows that every rank has of all ranks, those that this rank attends.
+
+        Shape:
+            ``[P * Q_p, ...]`` -> ``[A, ...]``.
+        """
+        index = self.exchange.attended_index
+        return all_rows if index is None else all_rows.index_select(0, index)
+
+    def _wire_dtype(self, x: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self.options.fp32_reduce and x.dtype.itemsize < 4 else x.dtype
+
+    def _apply(
+        self,
+        node: type[torch.autograd.Function],
+        queries: Flight | torch.Tensor,
+        keys: tuple[torch.Tensor | None, ...],
+    ) -> torch.Tensor:
+        flight = queries if isinstance(queries, Flight) else None
+        operand = queries.take() if isinstance(queries, Flight) else queries
+        kernel = select_kernel(self.kernel_name, operand)
+        call = _Call(
+            exchange=self.exchange,
+            flight=flight,
+            kernel=kernel,
+            context=self.plan.staircase(
+                self.rank, kernel.LEAF_LIMITS, window=self.window, cast=self.cast
+            ),
+            own=self.plan.own_staircase(self.rank, self.window),
+            softmax_scale=self.softmax_scale,
+            wire_dtype=self._wire_dtype(operand),
+        )
+        out: torch.Tensor = node.apply(operand, *keys, call)
+        return out
 
 
 def splitkv_attention(
     q: torch.Tensor,
     context_k: torch.Tensor,
     context_v: torch.Tensor,
-    own_k: torch.Tensor,
-    own_v: torch.Tensor,
-    plan: ContextPlan,
+    own_k: torch.Tensor | None,
+    own_v: torch.Tensor | None,
+    plan: AttentionPlan,
     cp_group: dist.ProcessGroup | None,
     *,
     kernel: str = "auto",
     softmax_scale: float,
+    window: int | None = None,
+    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
 ) -> torch.Tensor:
-    """Attention of this rank's draft blocks to all ranks' context and to themselves.
-
-    Every rank of the group calls it with the same plan. The sizes of all collectives follow from
-    the plan: nothing is exchanged to agree on them and the host waits for no tensor.
+    """Attention of this rank's query rows to all ranks' keys, from projected tensors.
 
     Args:
         q: this rank's query rows.
         context_k: keys of this rank's context rows.
         context_v: their values.
-        own_k: keys of this rank's own blocks' rows.
+        own_k: keys of this rank's own blocks' rows; None where the plan has none.
         own_v: their values.
         plan: the plan of the micro-batch.
         cp_group: the context-parallel group; None for one process.
         kernel: name of the local attention kernel.
         softmax_scale: factor on the scores.
+        window: of a sliding-window layer; None for full attention.
+        options: how queries travel.
 
     Returns:
         The whole attention output of this rank's rows; 0, with gradient 0, for padding blocks.
 
     Shape:
-        q, own_k, own_v ``[Q_p, heads, d]``, context_k and context_v ``[S_p, n_kv, d]`` ->
-        ``[Q_p, n_q, d]``.
+        q ``[Q_p, n_q, d]``, own_k, own_v ``[Q_p, n_kv, d]``, context_k and context_v
+        ``[S_p, n_kv, d]`` -> ``[Q_p, n_q, d]``.
     """
-    rank = group_rank(cp_group)
-    local_attention = select_kernel(kernel, q.device)
-    task = _Task(
-        group=cp_group,
-        kernel=local_attention,
-        context=plan.staircase(rank, local_attention.LEAF_LIMITS),
-        own=plan.build_own_staircase(rank, None),
+    attention = SplitKVAttention(
+        plan,
+        cp_group,
+        q.device,
+        kernel=kernel,
         softmax_scale=softmax_scale,
-        own_rows=slice(rank * q.shape[0], (rank + 1) * q.shape[0]),
+        window=window,
+        options=options,
     )
-    out: torch.Tensor = _SplitKVAttention.apply(q, context_k, context_v, own_k, own_v, task)
-    return out
+    return attention.attend(attention.launch(q), context_k, context_v, own_k, own_v)
 
 
 @dataclass(frozen=True)
-class _Task:
-    """What does not change between forward and backward, and is no tensor."""
+class _Call:
+    """What does not change between forward and backward, and is no tensor of the layer's."""
 
-    group: dist.ProcessGroup | None
+    exchange: RowExchange
+    flight: Flight | None  # None: the attended rows are given as they are
     kernel: Kernel
-    context: Staircase  # all blocks x this rank's context rows
-    own: Staircase  # this rank's blocks x their own rows
+    context: Staircase  # attended blocks x this rank's context rows
+    own: Staircase | None  # this rank's blocks x their own rows
     softmax_scale: float
-    own_rows: slice  # this rank's rows among all query rows
+    wire_dtype: torch.dtype
+
+    @property
+    def own_rows(self) -> torch.Tensor | None:
+        """This rank's query rows, if backward is to cast them again."""
+        return None if self.flight is None else self.flight.own
+
+    def rows(self, operand: torch.Tensor) -> torch.Tensor:
+        return operand if self.flight is None else self.flight.wait()
+
+    def grad_of_rows(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return partial.to(dtype) if self.flight is None else self.flight.launch_gradient(partial)
+
+    def attend(self, rows: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attended rows over the keys that this rank holds: its context, and its own blocks'."""
+        context_k, context_v, own_k, own_v = keys
+        scale, mine = self.softmax_scale, self.exchange.own_attended
+        out, lse = self.kernel.forward(rows, context_k, context_v, self.context, scale)
+        if self.own is not None and own_k is not None and own_v is not None:
+            own_out, own_lse_ = self.kernel.forward(rows[mine], own_k, own_v, self.own, scale)
+            merge_(out[mine], lse[mine], own_out, own_lse_)
+        return out, lse
+
+    def attend_backward(
+        self,
+        grad_out: torch.Tensor,
+        rows: torch.Tensor,
+        keys: Keys,
+        delta: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Partial dq of the attended rows; complete dk and dv of the keys that this rank holds."""
+        context_k, context_v, own_k, own_v = keys
+        scale, mine = self.softmax_scale, self.exchange.own_attended
+        carrier = delta_carrier(grad_out, delta)
+        grad_rows, grad_context_k, grad_context_v = self.kernel.backward(
+            grad_out, rows, context_k, context_v, carrier, lse, self.context, scale
+        )
+        if self.own is None or own_k is None or own_v is None:
+            return grad_rows, grad_context_k, grad_context_v, None, None
+        own_grad_q, grad_own_k, grad_own_v = self.kernel.backward(
+            grad_out[mine], rows[mine], own_k, own_v, carrier[mine], lse[mine], self.own, scale
+        )
+        grad_rows[mine] += own_grad_q
+        return grad_rows, grad_context_k, grad_context_v, grad_own_k, grad_own_v
 
 
-class _SplitKVAttention(torch.autograd.Function):
-    """The forward and backward of the module's docstring."""
+class _Attend(torch.autograd.Function):
+    """Partial attention, merged by the owners of the rows."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        context_k: torch.Tensor,
-        context_v: torch.Tensor,
-        own_k: torch.Tensor,
-        own_v: torch.Tensor,
-        task: _Task,
-    ) -> torch.Tensor:
-        all_q = gather_rows(q, task.group, label="q")
-        partial_out, partial_lse = _partial_attention(
-            all_q, q, context_k, context_v, own_k, own_v, task
-        )
-        lse = _global_lse(partial_lse, task.group)
-        partial_out.mul_(softmax_weight(partial_lse, lse).unsqueeze(-1))
-        out = reduce_scatter_rows(partial_out, task.group, wire_dtype=q.dtype, label="out")
-        out = out.to(q.dtype)
-        ctx.task = task
-        ctx.save_for_backward(all_q, context_k, context_v, own_k, own_v, out, lse)
+    def forward(ctx: Any, operand: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        *keys, call = inputs
+        rows = call.rows(operand)
+        partial_out, partial_lse = call.attend(rows, tuple(keys))
+        if call.exchange.alone:
+            out, lse = partial_out.to(operand.dtype), partial_lse
+        else:
+            lses = call.exchange.launch_return(partial_lse, label="lse")
+            outs = call.exchange.launch_return(partial_out.to(call.wire_dtype), label="out")
+            del partial_out
+            out, lse = merge_contributions(call.exchange, outs.wait(), lses.wait())
+            out = out.to(operand.dtype)
+        ctx.call = call
+        ctx.save_for_backward(rows if call.own_rows is None else None, *keys, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        task: _Task = ctx.task
-        all_q, context_k, context_v, own_k, own_v, out, lse = ctx.saved_tensors
-        delta = row_delta(grad_out, out)
-        all_grad_out = gather_rows(grad_out, task.group, label="grad_out")
-        all_delta = gather_rows(delta, task.group, label="delta")
-        carrier = delta_carrier(all_grad_out, all_delta)
-        partial_grad_q, grad_context_k, grad_context_v, grad_own_k, grad_own_v = (
-            _partial_attention_backward(
-                all_grad_out, all_q, context_k, context_v, own_k, own_v, carrier, lse, task
-            )
-        )
-        grad_q = reduce_scatter_rows(
-            partial_grad_q, task.group, wire_dtype=all_q.dtype, label="grad_q"
-        )
-        return (
-            grad_q.to(all_q.dtype),
-            grad_context_k,
-            grad_context_v,
-            grad_own_k,
-            grad_own_v,
-            None,
-        )
+        call: _Call = ctx.call
+        rows, *keys, out, lse = ctx.saved_tensors
+        casts = [
+            call.exchange.launch_cast(
+                torch.stack([lse, row_delta(grad_out, out)]).transpose(0, 1), label="lse_and_delta"
+            ),
+            call.exchange.launch_cast(grad_out, label="grad_out"),
+        ]
+        if call.own_rows is not None:
+            casts.append(call.exchange.launch_cast(call.own_rows, label="q"))
+        statistics, grad_out, *again = (cast.wait() for cast in casts)
+        rows = again[0] if again else rows
+        lse, delta = statistics.transpose(0, 1).contiguous().unbind()
+        grad_rows, *grad_keys = call.attend_backward(grad_out, rows, tuple(keys), delta, lse)
+        assert grad_rows is not None
+        return call.grad_of_rows(grad_rows, rows.dtype), *grad_keys, None
 
 
-def _partial_attention(
-    all_q: torch.Tensor,
-    q: torch.Tensor,
-    context_k: torch.Tensor,
-    context_v: torch.Tensor,
-    own_k: torch.Tensor,
-    own_v: torch.Tensor,
-    task: _Task,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All queries over the keys that this rank holds: its context, and its blocks' own rows."""
-    out, lse = task.kernel.forward(all_q, context_k, context_v, task.context, task.softmax_scale)
-    own_out, own_lse = task.kernel.forward(q, own_k, own_v, task.own, task.softmax_scale)
-    merge_(out[task.own_rows], lse[task.own_rows], own_out, own_lse)
-    return out, lse
+class _AttendPartial(torch.autograd.Function):
+    """Partial attention, weighted by its share in the whole softmax and left where it is."""
 
+    @staticmethod
+    def forward(ctx: Any, operand: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        *keys, call = inputs
+        rows = call.rows(operand)
+        partial_out, partial_lse = call.attend(rows, tuple(keys))
+        returned = call.exchange.launch_return(partial_lse, label="lse").wait()
+        own = own_lse(call.exchange, returned)
+        lse = call.exchange.launch_cast(own, label="lse_total").wait()
+        share = partial_out.mul_(softmax_weight(partial_lse, lse).unsqueeze(-1)).to(operand.dtype)
+        ctx.call = call
+        ctx.save_for_backward(rows if call.own_rows is None else None, *keys, share, lse)
+        return share
 
-def _partial_attention_backward(
-    all_grad_out: torch.Tensor,
-    all_q: torch.Tensor,
-    context_k: torch.Tensor,
-    context_v: torch.Tensor,
-    own_k: torch.Tensor,
-    own_v: torch.Tensor,
-    carrier: torch.Tensor,
-    lse: torch.Tensor,
-    task: _Task,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partial dq of all query rows; complete dk and dv of the keys that this rank holds."""
-    grad_q, grad_context_k, grad_context_v = task.kernel.backward(
-        all_grad_out,
-        all_q,
-        context_k,
-        context_v,
-        carrier,
-        lse,
-        task.context,
-        task.softmax_scale,
-    )
-    mine = task.own_rows
-    own_grad_q, grad_own_k, grad_own_v = task.kernel.backward(
-        all_grad_out[mine],
-        all_q[mine],
-        own_k,
-        own_v,
-        carrier[mine],
-        lse[mine],
-        task.own,
-        task.softmax_scale,
-    )
-    grad_q[mine] += own_grad_q
-    return grad_q, grad_context_k, grad_context_v, grad_own_k, grad_own_v
-
-
-def _global_lse(partial_lse: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Log-sum-exp over all ranks' keys; -inf only where no rank sees anything.
-
-    Shape:
-        ``[Q, n_q]`` -> ``[Q, n_q]``, the same on every rank.
-    """
-    largest = all_reduce_max(partial_lse, group, label="lse_max")
-    if largest is partial_lse:  # one rank: it is the whole
-        return partial_lse
-    shift = finite_or_zero(largest)
-    total = all_reduce_sum(torch.exp(partial_lse - shift), group, label="lse_sum")
-    return shift + torch.log(total)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        rows, *keys, share, lse = ctx.saved_tensors
+        if call.own_rows is not None:
+            rows = call.exchange.launch_cast(call.own_rows, label="q").wait()
+        delta = call.exchange.total(row_delta(grad_out, share), label="delta")
+        grad_rows, *grad_keys = call.attend_backward(grad_out, rows, tuple(keys), delta, lse)
+        assert grad_rows is not None
+        return call.grad_of_rows(grad_rows, rows.dtype), *grad_keys, None

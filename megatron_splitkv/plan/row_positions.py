@@ -1,0 +1,98 @@
+"""Where the rows of packed documents lie: orders over ranks, documents by their bounds."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_splitkv.config import ConfigError
+
+
+def zigzag_positions(cu_seqlens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
+    """Rows of every rank where each document is cut into 2 P chunks, r and 2 P - 1 - r for rank r.
+
+    With one document it is the order of Megatron's `get_batch_on_this_cp_rank`, with several that
+    of packed sequences in Megatron and Transformer Engine.
+
+    Args:
+        cu_seqlens: bounds of the documents, ascending from 0.
+        cp_size: P; for 1 the rows stay in order.
+
+    Returns:
+        Packed positions of every rank's rows, documents in order.
+
+    Shape:
+        int64[D + 1] -> int64[P, S / P].
+
+    Raises:
+        ConfigError: a document whose rows are not a multiple of 2 P.
+
+    Source:
+        `thd_partition_indices_kernel` of Transformer Engine for the order.
+    """
+    bounds = document_bounds(cu_seqlens)
+    rows = np.diff(bounds)
+    if cp_size == 1:
+        return np.arange(bounds[-1])[None]
+    uneven = np.flatnonzero(rows % (2 * cp_size))
+    if uneven.size:
+        raise ConfigError(
+            f"document {uneven[0]} has {rows[uneven[0]]} rows, no multiple of {2 * cp_size} "
+            f"(2 x {cp_size} context-parallel ranks); pad it"
+        )
+    chunk = rows // (2 * cp_size)
+    rank = np.arange(cp_size)[:, None, None]
+    which = np.concatenate([rank, 2 * cp_size - 1 - rank], axis=2)  # [P, 1, 2]
+    first = (bounds[:-1, None] + which * chunk[:, None]).reshape(cp_size, -1)  # [P, 2 D]
+    length = chunk.repeat(2)
+    offset = np.cumsum(length) - length
+    return (first - offset).repeat(length, axis=1) + np.arange(length.sum())
+
+
+def even_positions(num_documents: int, rows: int, cp_size: int) -> NDArray[np.int64]:
+    """Rows of every rank where it holds `rows` consecutive ones of each document.
+
+    Args:
+        num_documents: D.
+        rows: rows of a document that a rank holds.
+        cp_size: P.
+
+    Shape:
+        int64[P, D * rows]; a document has P * rows rows.
+    """
+    document, rank = np.arange(num_documents) * rows * cp_size, np.arange(cp_size) * rows
+    first = document[None, :, None] + rank[:, None, None]
+    return (first + np.arange(rows)).reshape(cp_size, -1)
+
+
+def document_bounds(cu_seqlens: ArrayLike | int) -> NDArray[np.int64]:
+    """Document bounds, checked; a number is one document."""
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    if bounds.ndim == 0:
+        bounds = np.array([0, bounds])
+    if bounds.ndim != 1 or bounds.size < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+        raise ConfigError(
+            "cu_seqlens must be a vector that ascends from 0, with two entries or more"
+        )
+    return bounds
+
+
+def real_rows(lengths: ArrayLike, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Real rows of the documents, checked."""
+    real = np.asarray(lengths, dtype=np.int64)
+    if real.shape != (bounds.size - 1,) or (real < 0).any() or (real > np.diff(bounds)).any():
+        raise ConfigError(
+            "the real rows of the documents must be one number for each, from 0 to the rows "
+            "between its (padded) bounds"
+        )
+    return real
+
+
+def documents_of(
+    positions: NDArray[np.int64], bounds: NDArray[np.int64], name: str
+) -> NDArray[np.int64]:
+    """The document of every position."""
+    if positions.size and not 0 <= positions.min() <= positions.max() < bounds[-1]:
+        raise ConfigError(
+            f"{name} run from {positions.min()} to {positions.max()}, the documents from 0 to "
+            f"{bounds[-1] - 1}"
+        )
+    return np.searchsorted(bounds, positions, side="right") - 1
