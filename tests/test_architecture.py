@@ -24,6 +24,7 @@ LEVELS = {
     "testing": 5,
     "loss": 5,
     "drafter": 6,
+    "bench": 7,
     "export": 7,
     "evaluate": 7,
     "train": 7,

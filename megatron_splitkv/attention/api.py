@@ -21,7 +21,7 @@ def context_parallel_attention(
     kernel: str = "auto",
     softmax_scale: float | None = None,
     window: int | None = None,
-    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+    options: SplitKVOptions = SplitKVOptions(),
 ) -> torch.Tensor:
     """Attention of draft blocks to their context and to themselves, over a context-parallel group.
 
@@ -91,7 +91,7 @@ def split_context_parallel_attention(
     kernel: str = "auto",
     softmax_scale: float | None = None,
     window: int | None = None,
-    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+    options: SplitKVOptions = SplitKVOptions(),
 ) -> torch.Tensor:
     """`context_parallel_attention` for context and own-block keys in tensors of their own.
 

@@ -61,7 +61,7 @@ class SplitKVCoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         kernel: str = "auto",
-        options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+        options: SplitKVOptions = SplitKVOptions(),
         **_unused: Any,  # later Megatron versions pass more
     ) -> None:
         super().__init__(config=config)
@@ -92,7 +92,9 @@ class SplitKVCoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.kernel = kernel
         self.options = options
-        self.cp_group = getattr(pg_collection, "cp", None)
+        # Encoders may run without context parallelism although the group is there.
+        cp_group = getattr(pg_collection, "cp", None)
+        self.cp_group = cp_group if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale
         self.attn_mask_type = attn_mask_type
         self.window = _window_of(config, layer_number)

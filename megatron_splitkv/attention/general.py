@@ -23,7 +23,7 @@ def row_attention(
     kernel: str = "auto",
     softmax_scale: float | None = None,
     window: int | None = None,
-    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+    options: SplitKVOptions = SplitKVOptions(),
 ) -> torch.Tensor:
     """Attention of this rank's query rows to the keys of all ranks that they see.
 

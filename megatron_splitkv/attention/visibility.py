@@ -21,7 +21,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import RowPlan, even_positions, zigzag_positions
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-_WHOLE = (AttnMaskType.no_mask, AttnMaskType.padding)
+_CAUSAL_WITHOUT_MASK = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)
 
 # Micro-batches in flight between a first forward and the last recompute of a pipeline stage, about.
 _KEPT_PLANS = 8
@@ -38,8 +38,8 @@ def row_plan_of(
     """The plan of a core attention that was given none.
 
     * ``causal`` without packing: each sample in Megatron's zigzag order over the ranks.
-    * ``no_mask`` and ``padding`` without packing: every query of a sample sees all its keys, on
-      whatever rank they are; a key padding mask hides those that are padding.
+    * other mask types without packing: every query of a sample sees all its keys, on whatever rank
+      they are; a key padding mask hides those that are padding (``padding_causal``: both).
     * packed (`qkv_format` ``thd``): documents by cu_seqlens, each in zigzag order over the ranks;
       rows between a document's end and its padded end see nothing and are not seen.
 
@@ -60,15 +60,21 @@ def row_plan_of(
         ConfigError: visibility that is no range of keys for every row; a mask with gaps is known,
             and refused, on its own rank only.
     """
-    if mask_type not in (*_CAUSAL, *_WHOLE):
+    packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+    if query.ndim != key.ndim or query.ndim != (3 if packed else 4):
         raise ConfigError(
-            f"splitkv cannot do attention mask type {mask_type.name}: each query must see one "
-            "range of keys; describe it in a RowPlan (SplitKVPackedSeqParams(plan=...))"
+            f"query is {tuple(query.shape)} and key {tuple(key.shape)}; splitkv takes [rows, "
+            "samples, heads, width], or [rows, heads, width] with qkv_format thd"
         )
-    if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+    if packed_seq_params is not None and packed:
         if attention_mask is not None:
             raise ConfigError(
                 "splitkv takes no attention mask for packed sequences: cu_seqlens say who sees what"
+            )
+        if mask_type is AttnMaskType.arbitrary:
+            raise ConfigError(
+                "splitkv does not take attention mask type arbitrary for packed sequences; use "
+                "padding_causal or padding"
             )
         return _packed(query, key, mask_type in _CAUSAL, packed_seq_params, cp_group)
     if attention_mask is not None:
@@ -151,7 +157,7 @@ def _packed(
                 lengths_q=lengths[0],
                 lengths_kv=lengths[1],
             )
-        if not (np.array_equal(q, kv) and np.array_equal(*lengths)):
+        if not (np.array_equal(q, kv) and np.array_equal(lengths[0], lengths[1])):
             raise ConfigError(
                 "causal splitkv attention of packed sequences needs equal cu_seqlens for queries "
                 "and keys; use mask type padding where every query sees its whole document"
@@ -162,7 +168,7 @@ def _packed(
 
 
 def _check_padding_mask(mask: torch.Tensor, mask_type: AttnMaskType, batch: int, keys: int) -> None:
-    if mask_type in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
+    if mask_type in _CAUSAL_WITHOUT_MASK:
         raise ConfigError(
             f"splitkv takes no attention mask of shape {tuple(mask.shape)} with mask type "
             f"{mask_type.name}, which says all; pass None "
@@ -172,7 +178,8 @@ def _check_padding_mask(mask: torch.Tensor, mask_type: AttnMaskType, batch: int,
         raise ConfigError(
             f"splitkv takes no attention mask of shape {tuple(mask.shape)} and {mask.dtype}: only "
             f"a key padding mask, bool of shape {(batch, 1, 1, keys)}, True where a key of this "
-            "rank is hidden"
+            "rank is hidden; other visibility by ranges of keys can be given as a RowPlan "
+            "(SplitKVPackedSeqParams(plan=...))"
         )
 
 

@@ -20,7 +20,7 @@ def get_dflash_layer_spec(
     backend: str | BackendSpecProvider = "local",
     *,
     attention_kernel: str = "auto",
-    splitkv: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+    splitkv: SplitKVOptions = SplitKVOptions(),
 ) -> ModuleSpec:
     """Return the spec of one drafter layer.
 

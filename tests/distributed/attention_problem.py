@@ -1,7 +1,7 @@
 """One attention problem for all ranks: global tensors, this rank's share, and the whole again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,7 +35,9 @@ class Problem:
     chunks_per_rank: int | None = None
     kernel: str = "cpu"
     strided: bool = False
-    options: SplitKVOptions = SplitKVOptions()
+    window: int | None = None
+    options: SplitKVOptions = field(default_factory=SplitKVOptions)
+    score_scale: float = 1.0
     seed: int = 0
 
     @property
@@ -71,7 +73,7 @@ class Problem:
 
         keys = self.context_length + rows
         return [
-            draw(rows, self.num_heads),
+            draw(rows, self.num_heads) * self.score_scale,
             draw(keys, self.num_key_heads),
             draw(keys, self.num_key_heads),
             draw(rows, self.num_heads),
@@ -85,10 +87,10 @@ def attend_global(
     q, k, v, grad_out = (x.detach().clone() for x in tensors)
     if dense:
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = dense_sdpa_attention(*leaves, plan.layout)
+        out = dense_sdpa_attention(*leaves, plan.layout, window=problem.window)
     else:
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        out, _ = reference_attention(*leaves, plan.layout)
+        out, _ = reference_attention(*leaves, plan.layout, window=problem.window)
     out.backward(grad_out.to(out.dtype))
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
@@ -118,7 +120,14 @@ def attend_sharded(
     mine = own_slice(plan, rank)
     local = [q[mine], shard_keys(k, plan, rank), shard_keys(v, plan, rank)]
     leaves = [_restride(x.clone(), problem.strided).requires_grad_() for x in local]
-    out = context_parallel_attention(*leaves, plan, group, kernel=problem.kernel, options=problem.options)
+    out = context_parallel_attention(
+        *leaves,
+        plan,
+        group,
+        kernel=problem.kernel,
+        window=problem.window,
+        options=problem.options,
+    )
     out.backward(_restride(grad_out[mine].clone(), problem.strided))
     return [out.detach(), *(x.grad.clone() for x in leaves if x.grad is not None)]
 

@@ -39,31 +39,6 @@ _flash_forward = torch.ops.aten._flash_attention_forward.default
 _flash_backward = torch.ops.aten._flash_attention_backward.default
 
 
-def unusable(
-    device: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
-) -> str | None:
-    """Why this kernel cannot run, or None if it can.
-
-    Args:
-        device: type of the device, e.g. ``cuda``.
-        capability: its compute capability; ignored unless it is a CUDA device.
-        dtype: of q, k and v.
-        head_dim: d.
-    """
-    if device != "cuda":
-        return f"it needs a CUDA device and the tensors are on {device}"
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0 and the device has {capability[0]}.{capability[1]}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16 and the tensors are {dtype}"
-    if head_dim % 8 or not 0 < head_dim <= 256:
-        return f"it needs a head width that is a multiple of 8 up to 256, not {head_dim}"
-    small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-    if small_shared_memory and 192 < head_dim <= 224:
-        return f"its backward lacks head width {head_dim} on this generation of devices"
-    return None
-
-
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -19,6 +19,7 @@ from megatron_splitkv.plan import LeafLimits, Staircase, build_staircase
 
 _BLOCK_SIZE = 16
 _NAMES = ("output", "log-sum-exp", "dq", "dk", "dv")
+_LSE_BOUND = 1e-4  # it is fp32 whatever the dtype
 
 
 def kernel_failure(
@@ -54,7 +55,8 @@ def kernel_failure(
     bound = 4 * torch.finfo(request.dtype).eps
     for name, a, b in zip(_NAMES, found, (true_out, true_lse, *true_grads), strict=True):
         difference = _relative_error(a, b)
-        if not difference <= bound:  # NaN too
+        allowed = _LSE_BOUND if name == "log-sum-exp" else bound
+        if not difference <= allowed:  # NaN too
             return f"its {name} is off by {difference:.1e} in a small call with gaps"
     return None
 

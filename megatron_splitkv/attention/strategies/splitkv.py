@@ -72,7 +72,7 @@ class SplitKVAttention:
         kernel: str = "auto",
         softmax_scale: float,
         window: int | None = None,
-        options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+        options: SplitKVOptions = SplitKVOptions(),
     ) -> None:
         self.plan = plan
         self.rank = group_rank(cp_group)
@@ -191,7 +191,7 @@ def splitkv_attention(
     kernel: str = "auto",
     softmax_scale: float,
     window: int | None = None,
-    options: SplitKVOptions = SplitKVOptions(),  # noqa: B008 (frozen)
+    options: SplitKVOptions = SplitKVOptions(),
 ) -> torch.Tensor:
     """Attention of this rank's query rows to all ranks' keys, from projected tensors.
 
