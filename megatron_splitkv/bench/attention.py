@@ -80,16 +80,17 @@ class AttentionShape:
             raise ConfigError(f"seed {self.seed} must not be negative")
 
     def anchors(self) -> NDArray[np.int64]:
-        """Sorted anchors, uniform between bounds whose mean is `density` of the context.
+        """Sorted anchors: one drawn from each of equal stretches, whose mean is `density`.
 
         Shape:
             int64[Q / block_size], each in [1, S].
         """
-        low = max(1, round((2 * self.density - 1) * self.context))
-        high = max(low, min(self.context, round(2 * self.density * self.context)))
-        generator = np.random.default_rng(self.seed)
-        drawn = generator.integers(low, high + 1, self.queries // self.block_size)
-        return np.sort(drawn.astype(np.int64))
+        count = self.queries // self.block_size
+        low = max(0.0, 2 * self.density - 1)
+        high = min(1.0, 2 * self.density)
+        drawn = (np.arange(count) + np.random.default_rng(self.seed).random(count)) / count
+        anchors = np.rint(self.context * (low + (high - low) * drawn)).astype(np.int64)
+        return anchors.clip(1, self.context)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class AttentionBenchmark:
         seconds: by method, measured.
         needed_pairs: visible query-key pairs.
         executed_pairs: pairs that our kernel computed.
-        plan_ms: milliseconds to cut the staircase and lay out its tiles, once a step for all layers.
+        plan_ms: milliseconds to cut the staircase and lay out its tiles, once for all layers.
         difference: largest relative difference of output and gradients, ours to the dense mask's.
     """
 

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
@@ -34,18 +35,20 @@ def print_benchmark(result: AttentionBenchmark, console: Console | None = None) 
     shape = result.shape
     table = Table(
         title=f"{shape.queries:,} queries x {shape.context:,} keys, {shape.heads} / "
-        f"{shape.kv_heads} heads of {shape.head_dim}, {shape.dtype}, density "
+        f"{shape.kv_heads} heads of {shape.head_dim}\n{shape.dtype}, density "
         f"{result.density:.3f}, threads: {result.threads}",
         box=SIMPLE_HEAD,
     )
-    table.add_column("milliseconds, median (low to high)")
-    for column in ("forward, CPU", "backward, CPU", "both, CPU", "both, wall"):
+    table.add_column("CPU-milliseconds, medians")
+    for column in ("forward", "backward", "both", "range", "both, wall"):
         table.add_column(column, justify="right")
     for method in _LABELS:
+        total = Spread.of(result.values(method, "total"))
         table.add_row(
             _LABELS[method],
-            *(_milliseconds(Spread.of(result.values(method, phase))) for phase in PHASES),
-            _milliseconds(Spread.of(result.values(method, "total", "wall"))),
+            *(f"{1e3 * np.median(result.values(method, phase)):.1f}" for phase in PHASES),
+            f"{1e3 * total.low:.0f} to {1e3 * total.high:.0f}",
+            f"{1e3 * np.median(result.values(method, 'total', 'wall')):.1f}",
             style="bold" if method == OURS else None,
         )
     console.print(table)
@@ -133,7 +136,3 @@ def write_benchmark(result: AttentionBenchmark, folder: str | os.PathLike[str]) 
     for partial, file in zip(aside, files, strict=True):
         os.replace(partial, file)
     return files
-
-
-def _milliseconds(spread: Spread) -> str:
-    return f"{1e3 * spread.median:.1f} ({1e3 * spread.low:.1f} to {1e3 * spread.high:.1f})"

@@ -75,7 +75,7 @@ def measure_interleaved(
     total, done = len(methods) * (repeats + 1), 0
     values: dict[str, list[list[list[float]]]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
-        for name in list(methods) if repeat % 2 else reversed(methods):
+        for name in sorted(methods, reverse=repeat % 2 == 1):
             seconds = _time(methods[name])
             if repeat:
                 values[name].append(seconds)

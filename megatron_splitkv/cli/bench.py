@@ -1,4 +1,4 @@
-"""`splitkv bench`: our kernels beside what a user would call without them, same inputs, same run."""
+"""`splitkv bench`: our kernels beside what a user would call without them, on the same inputs."""
 
 import argparse
 import json

@@ -5,7 +5,9 @@ local keys: a staircase. It falls apart into one leading rectangle (all blocks x
 they share) and a dyadic rest: the upper half of the blocks x the keys up to the middle block's
 end is dense, and both remaining corners are smaller staircases. All corners of one depth form a
 level; its query ranges are disjoint and so are its key ranges, so a level is one varlen call.
-Corners of about one kernel tile stay whole and are computed under a mask (leaves).
+Corners of about one kernel tile stay whole and are computed under a mask (leaves). For kernels
+that compute whole tiles the cuts lie at multiples of a tile; what a rectangle then lacks is left to
+its corners, and in the end to a leaf that is computed anyway.
 
 Everything is vectorised over the documents and corners of a level; nothing here touches a row.
 """
@@ -29,11 +31,13 @@ class LeafLimits:
         rows: query rows of one kernel tile.
         keys: bounds the masked scores of a leaf where anchors are few and far apart.
         pairs: one kernel tile of 128 x 128.
+        tile: side of the kernel's tiles; rows and keys are cut at multiples of it, 1 anywhere.
     """
 
     rows: int = 128
     keys: int = 2048
     pairs: int = 128 * 128
+    tile: int = 1
 
     def admit(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether corners of so many query rows and keys may stay whole."""
@@ -119,7 +123,7 @@ class Staircase:
         leaves: masked remainders: a row of a leaf sees the leaf's keys that are also its own
             (`row_start <= key < row_end`). In ascending order of their query ranges, which are
             disjoint if all rows of a block see the same; so are the key ranges if moreover the
-            blocks are in the order of `select_anchors`.
+            blocks are in the order of `select_anchors` and `LeafLimits.tile` is 1.
         row_start: first visible local key of every query row.
         row_end: end of the visible local keys; equal to `row_start` where nothing is visible.
         block_size: B, query rows a block.
@@ -169,8 +173,11 @@ def build_staircase(
 
     levels: list[Rectangles] = []
     leaves: list[Rectangles] = []
+    tile = max(1, limits.tile // block_size), limits.tile
     for blocks in _ascending_passes(key_start, key_end):
-        pass_levels, pass_leaves = split_prefixes(key_start[blocks], key_end[blocks], stays_whole)
+        pass_levels, pass_leaves = split_prefixes(
+            key_start[blocks], key_end[blocks], stays_whole, tile
+        )
         levels += [level.of_blocks(blocks) for level in pass_levels]
         leaves += [leaf.of_blocks(blocks) for leaf in pass_leaves]
     merged = Rectangles.joined(leaves)
@@ -210,6 +217,7 @@ def split_prefixes(
     start: NDArray[np.int64],
     end: NDArray[np.int64],
     stays_whole: LeafRule,
+    tile: tuple[int, int] = (1, 1),
 ) -> tuple[list[Rectangles], list[Rectangles]]:
     """Cut staircases that stand side by side: a row of blocks, each with a range of keys.
 
@@ -218,6 +226,7 @@ def split_prefixes(
             behind all keys of the staircases before it.
         end: end of its keys, at least its start; never decreases.
         stays_whole: which corners become leaves; their blocks, too, count positions in `start`.
+        tile: blocks and keys at whose multiples to cut.
 
     Returns:
         Levels and leaves, in parts. Query ranges count positions in `start`.
@@ -225,29 +234,60 @@ def split_prefixes(
     Shape:
         start, end int64[n].
     """
-    lo = np.flatnonzero(np.diff(start, prepend=start[:1] - 1))
-    hi = np.append(lo[1:], end.size)
-    k0, k1 = start[lo], end[lo]
-    shared = np.flatnonzero(k0 < k1)
-    levels = [Rectangles(lo, hi, k0, k1)._select(shared)] if shared.size else []
+    levels: list[Rectangles] = []
     leaves: list[Rectangles] = []
-    k0 = k1
+    tile_blocks, tile_keys = tile
+    # Blocks [lo, hi) lack their keys from k0 on. The next segment's rectangles begin at key `last`
+    # and theirs must end there; what a block sees beyond it, less than a tile, a leaf computes.
+    lo = np.flatnonzero(np.diff(start, prepend=start[:1] - 1))
+    hi = np.append(lo, end.size)[1:]
+    last = end[hi - 1]
+    k0 = _add_level(levels, end, lo, lo, hi, start[lo], last, tile_keys)
     while True:
         lo = np.maximum(lo, np.searchsorted(end, k0, side="right"))  # those below are complete
         open_ = lo < hi
-        lo, hi, k0 = lo[open_], hi[open_], k0[open_]
+        lo, hi, k0, last = lo[open_], hi[open_], k0[open_], last[open_]
         if lo.size == 0:
             return levels, leaves
         is_leaf = stays_whole(lo, hi, end[hi - 1] - k0)
         if is_leaf.any():
             leaf_lo, leaf_hi = lo[is_leaf], hi[is_leaf]
             leaves.append(Rectangles(leaf_lo, leaf_hi, k0[is_leaf], end[leaf_hi - 1]))
-            lo, hi, k0 = lo[~is_leaf], hi[~is_leaf], k0[~is_leaf]
+            lo, hi, k0, last = lo[~is_leaf], hi[~is_leaf], k0[~is_leaf], last[~is_leaf]
             if lo.size == 0:
                 return levels, leaves
-        middle = (lo + hi) // 2
-        k1 = end[middle]
-        levels.append(Rectangles(middle, hi, k0, k1))
+        upper = (hi - lo + 1) // 2
+        whole_tiles = np.maximum(upper // tile_blocks, 1) * tile_blocks
+        middle = hi - np.where(hi - lo > tile_blocks, whole_tiles, upper)
+        k1 = _add_level(levels, end, lo, middle, hi, k0, last, tile_keys)
         lo = np.stack([lo, middle], axis=1).ravel()
         hi = np.stack([middle, hi], axis=1).ravel()
         k0 = np.stack([k0, k1], axis=1).ravel()
+        last = np.stack([np.minimum(last, k1), last], axis=1).ravel()
+
+
+def _add_level(
+    levels: list[Rectangles],
+    end: NDArray[np.int64],
+    lo: NDArray[np.int64],
+    middle: NDArray[np.int64],
+    hi: NDArray[np.int64],
+    k0: NDArray[np.int64],
+    last: NDArray[np.int64],
+    tile_keys: int,
+) -> NDArray[np.int64]:
+    """Append the blocks [middle, hi) x the keys from k0 on that all of them see.
+
+    Returns:
+        Where the rectangles end. A multiple of a tile behind k0, but where a rectangle is the last
+        of its blocks or of blocks on both sides of its lower edge: no other rectangle need lie
+        beside what is left, nor could one end there.
+    """
+    k1 = end[middle]
+    completes = (k1 == end[hi - 1]) | ((lo < middle) & (k1 == end[middle - 1]))
+    whole_tiles = k0 + (np.minimum(k1, last) - k0) // tile_keys * tile_keys
+    k1 = np.where(completes & (k1 <= last), k1, whole_tiles)
+    wide = np.flatnonzero(k0 < k1)
+    if wide.size:
+        levels.append(Rectangles(middle, hi, k0, k1)._select(wide))
+    return k1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_splitkv.attention.local_attention import LocalAttention
 from megatron_splitkv.attention.strategies import splitkv
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.testing import gloo_pool, relative_error
@@ -133,7 +134,7 @@ def test_empty_shares(problem: Problem, kernel: str) -> None:
 
 def _local_lse_in_backward(call: Any, grad_out: Any, rows: Any, keys: Any, *stats: Any) -> Any:
     delta, _ = stats
-    return _RIGHT_BACKWARD(call, grad_out, rows, keys, delta, call.attend(rows, keys)[1])
+    return _RIGHT_BACKWARD(call, grad_out, rows, keys, delta, call.forward(rows, keys)[1])
 
 
 def _without_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -151,15 +152,15 @@ def _by_block_index(plan: ContextPlan, rank: int) -> tuple[np.ndarray, np.ndarra
     return start, np.where(end > start, np.maximum.accumulate(end), end)
 
 
-_RIGHT_BACKWARD = splitkv._Call.attend_backward
-_RIGHT_PARTIAL = splitkv._Call.attend
+_RIGHT_BACKWARD = LocalAttention.backward
+_RIGHT_PARTIAL = LocalAttention.forward
 _RIGHT_DELTA = splitkv.row_delta
 _RIGHT_RANGES = ContextPlan.key_ranges
 
 FAULTS = {
-    "local lse in backward": (splitkv._Call, "attend_backward", _local_lse_in_backward),
+    "local lse in backward": (LocalAttention, "backward", _local_lse_in_backward),
     "missing delta": (splitkv, "row_delta", _without_delta),
-    "merge seeded with 0": (splitkv._Call, "attend", _seeded_with_zero),
+    "merge seeded with 0": (LocalAttention, "forward", _seeded_with_zero),
     "mask by block index": (ContextPlan, "key_ranges", _by_block_index),
 }
 

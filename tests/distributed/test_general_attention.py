@@ -1,4 +1,4 @@
-"""Stock Megatron layers with `SplitKVCoreAttention` equal one process with Megatron's own attention.
+"""Stock Megatron layers with `SplitKVCoreAttention` equal one process with Megatron's attention.
 
 One pool of eight ranks, one run: every case at every (tp, cp). Outputs, gradients of the inputs and
 of all weights, with Megatron's rotary embedding in the order that Megatron deals rows out.
@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_splitkv.cpu import cpu_mode
-from megatron_splitkv.plan import RowPlan, even_positions, zigzag_positions
+from megatron_splitkv.plan import RowPlan, zigzag_positions
 from megatron_splitkv.testing import gloo_pool, relative_error, subgroup
 from tests.drafter.harness import parallel_state
 
@@ -301,12 +301,13 @@ def layout(tp: int, cp: int) -> Iterator[Any]:
     if rank >= tp * cp:
         yield None
         return
-    # Cross-attention takes its tensor parallelism from the globals.
-    state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
-    try:
+    # Cross-attention takes its tensor parallelism from the globals, if these look complete.
+    with (
+        mock.patch.object(state, "_TENSOR_MODEL_PARALLEL_GROUP", groups.tp),
+        mock.patch.object(state, "_PIPELINE_MODEL_PARALLEL_GROUP", groups.pp),
+        mock.patch.object(state, "_DATA_PARALLEL_GROUP", groups.pp),
+    ):
         yield groups
-    finally:
-        state._TENSOR_MODEL_PARALLEL_GROUP = None
 
 
 REFERENCES: dict[Case, Found] = {}

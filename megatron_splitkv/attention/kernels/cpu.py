@@ -13,8 +13,8 @@ from megatron_splitkv.attention.kernels.cpu_tiles import tiles_of
 from megatron_splitkv.attention.merge import accumulator_dtype, finite_or_zero
 from megatron_splitkv.plan import LeafLimits, Staircase
 
-# Measured: the arithmetic that a further cut saves is then worth its calls and merges. The optimum is
-# flat (half or twice either limit costs 1 to 3 %).
+# Measured: here the arithmetic that a further cut saves is worth its calls and merges. The optimum is
+# flat: half or twice either limit costs 1 to 3 %.
 LEAF_LIMITS = LeafLimits(rows=32, pairs=16 * 1024)
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

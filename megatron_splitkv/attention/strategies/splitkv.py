@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_splitkv.attention.flight import Flight, return_rows
-from megatron_splitkv.attention.kernels import Kernel, select_kernel
+from megatron_splitkv.attention.kernels import select_kernel
+from megatron_splitkv.attention.local_attention import LocalAttention
 from megatron_splitkv.attention.merge import (
-    delta_carrier,
-    merge_,
     merge_contributions,
     own_lse,
     row_delta,
@@ -37,15 +36,13 @@ from megatron_splitkv.attention.merge import (
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.routing import row_exchange
 from megatron_splitkv.comm import RowExchange, group_rank
-from megatron_splitkv.plan import AttentionPlan, Staircase
+from megatron_splitkv.plan import AttentionPlan
 
 # Tensors that move once a layer, as the meter names them.
 LAYER_LABELS = frozenset(
     {"q", "hidden", "lse", "lse_total", "out", "grad_out", "lse_and_delta", "delta", "delta_total"}
     | {"grad_q", "grad_hidden"}
 )
-
-Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class SplitKVAttention:
@@ -167,12 +164,15 @@ class SplitKVAttention:
         call = _Call(
             exchange=self.exchange,
             flight=flight,
-            kernel=kernel,
-            context=self.plan.staircase(
-                self.rank, kernel.LEAF_LIMITS, window=self.window, cast=self.cast
+            local=LocalAttention(
+                kernel=kernel,
+                context=self.plan.staircase(
+                    self.rank, kernel.LEAF_LIMITS, window=self.window, cast=self.cast
+                ),
+                own=self.plan.own_staircase(self.rank, self.window),
+                mine=self.exchange.own_attended,
+                softmax_scale=self.softmax_scale,
             ),
-            own=self.plan.own_staircase(self.rank, self.window),
-            softmax_scale=self.softmax_scale,
             wire_dtype=self._wire_dtype(operand),
         )
         out: torch.Tensor = node.apply(operand, *keys, call)
@@ -233,10 +233,7 @@ class _Call:
 
     exchange: RowExchange
     flight: Flight | None  # None: the attended rows are given as they are
-    kernel: Kernel
-    context: Staircase  # attended blocks x this rank's context rows
-    own: Staircase | None  # this rank's blocks x their own rows
-    softmax_scale: float
+    local: LocalAttention
     wire_dtype: torch.dtype
 
     @property
@@ -250,39 +247,6 @@ class _Call:
     def grad_of_rows(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return partial.to(dtype) if self.flight is None else self.flight.launch_gradient(partial)
 
-    def attend(self, rows: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attended rows over the keys that this rank holds: its context, and its own blocks'."""
-        context_k, context_v, own_k, own_v = keys
-        scale, mine = self.softmax_scale, self.exchange.own_attended
-        out, lse = self.kernel.forward(rows, context_k, context_v, self.context, scale)
-        if self.own is not None and own_k is not None and own_v is not None:
-            own_out, own_lse_ = self.kernel.forward(rows[mine], own_k, own_v, self.own, scale)
-            merge_(out[mine], lse[mine], own_out, own_lse_)
-        return out, lse
-
-    def attend_backward(
-        self,
-        grad_out: torch.Tensor,
-        rows: torch.Tensor,
-        keys: Keys,
-        delta: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Partial dq of the attended rows; complete dk and dv of the keys that this rank holds."""
-        context_k, context_v, own_k, own_v = keys
-        scale, mine = self.softmax_scale, self.exchange.own_attended
-        carrier = delta_carrier(grad_out, delta)
-        grad_rows, grad_context_k, grad_context_v = self.kernel.backward(
-            grad_out, rows, context_k, context_v, carrier, lse, self.context, scale
-        )
-        if self.own is None or own_k is None or own_v is None:
-            return grad_rows, grad_context_k, grad_context_v, None, None
-        own_grad_q, grad_own_k, grad_own_v = self.kernel.backward(
-            grad_out[mine], rows[mine], own_k, own_v, carrier[mine], lse[mine], self.own, scale
-        )
-        grad_rows[mine] += own_grad_q
-        return grad_rows, grad_context_k, grad_context_v, grad_own_k, grad_own_v
-
 
 class _Attend(torch.autograd.Function):
     """Partial attention, merged by the owners of the rows."""
@@ -291,7 +255,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, operand: torch.Tensor, *inputs: Any) -> torch.Tensor:
         *keys, call = inputs
         rows = call.rows(operand)
-        partial_out, partial_lse = call.attend(rows, tuple(keys))
+        partial_out, partial_lse = call.local.forward(rows, tuple(keys))
         if call.exchange.alone:
             out, lse = partial_out.to(operand.dtype), partial_lse
         else:
@@ -320,8 +284,7 @@ class _Attend(torch.autograd.Function):
         statistics, grad_out, *again = (cast.wait() for cast in casts)
         rows = again[0] if again else rows
         lse, delta = statistics.transpose(0, 1).contiguous().unbind()
-        grad_rows, *grad_keys = call.attend_backward(grad_out, rows, tuple(keys), delta, lse)
-        assert grad_rows is not None
+        grad_rows, *grad_keys = call.local.backward(grad_out, rows, tuple(keys), delta, lse)
         return call.grad_of_rows(grad_rows, rows.dtype), *grad_keys, None
 
 
@@ -332,7 +295,7 @@ class _AttendPartial(torch.autograd.Function):
     def forward(ctx: Any, operand: torch.Tensor, *inputs: Any) -> torch.Tensor:
         *keys, call = inputs
         rows = call.rows(operand)
-        partial_out, partial_lse = call.attend(rows, tuple(keys))
+        partial_out, partial_lse = call.local.forward(rows, tuple(keys))
         returned = call.exchange.launch_return(partial_lse, label="lse").wait()
         own = own_lse(call.exchange, returned)
         lse = call.exchange.launch_cast(own, label="lse_total").wait()
@@ -349,6 +312,5 @@ class _AttendPartial(torch.autograd.Function):
         if call.own_rows is not None:
             rows = call.exchange.launch_cast(call.own_rows, label="q").wait()
         delta = call.exchange.total(row_delta(grad_out, share), label="delta")
-        grad_rows, *grad_keys = call.attend_backward(grad_out, rows, tuple(keys), delta, lse)
-        assert grad_rows is not None
+        grad_rows, *grad_keys = call.local.backward(grad_out, rows, tuple(keys), delta, lse)
         return call.grad_of_rows(grad_rows, rows.dtype), *grad_keys, None
