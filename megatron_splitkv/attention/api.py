@@ -7,7 +7,7 @@ from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.strategies import splitkv_attention
 from megatron_splitkv.comm import group_rank, group_size
 from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
-from megatron_splitkv.plan import ContextPlan
+from megatron_splitkv.plan import ContextPlan, check_window
 
 
 def context_parallel_attention(
@@ -117,8 +117,7 @@ def split_context_parallel_attention(
         ConfigError: an unknown kernel, or tensors that do not fit the plan.
     """
     require_choice("attention kernel", kernel, KERNELS)
-    if window is not None and window < 1:
-        raise ConfigError(f"window {window} must be at least 1 token, or None for full attention")
+    check_window(window)
     for name, place, plain in (
         ("gather", options.gather, "q"),
         ("scatter", options.scatter, "heads"),

@@ -58,7 +58,7 @@ def row_attention(
     _check(q, k, v, plan, cp_group)
     plan.check_window(window)
     _check_places(options)
-    _warn_of_many_queries(plan, rank)
+    _warn_of_many_queries(plan)
     query_order, back, key_order = _orders(plan, rank, q.device)
     if query_order is not None:
         q = q.index_select(0, query_order)
@@ -163,13 +163,14 @@ def _check_places(options: SplitKVOptions) -> None:
 _warned: set[str] = set()
 
 
-def _warn_of_many_queries(plan: RowPlan, rank: int) -> None:
+def _warn_of_many_queries(plan: RowPlan) -> None:
     """Say once where split-KV is the wrong choice: it moves queries, and here they are many."""
-    if rank == 0 and plan.cp_size > 1 and 2 * plan.num_blocks > plan.num_keys and not _warned:
-        _warned.add("queries")
-        warnings.warn(
-            f"splitkv moves queries and their outputs, never keys, and pays where queries are few: "
-            f"{plan.num_blocks} query rows attend {plan.num_keys} keys here; results are exact, "
-            "but another --cp-comm-type would move less",
-            stacklevel=2,
-        )
+    if _warned or plan.cp_size == 1 or 2 * plan.num_blocks <= plan.num_keys or dist.get_rank() > 0:
+        return
+    _warned.add("many queries")
+    warnings.warn(
+        "splitkv moves queries and their outputs, never keys, and pays where queries are few: "
+        f"{plan.num_blocks} query rows attend {plan.num_keys} keys here; results are exact, but "
+        "another --cp-comm-type would move less",
+        stacklevel=2,
+    )

@@ -12,6 +12,10 @@ import torch
 from megatron_splitkv.comm import RowExchange
 
 
+# Elements of dO that become their carrier at once.
+CARRIER_ELEMENTS = 1 << 22
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which partial results add up: fp64 for fp64, fp32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -48,7 +52,8 @@ def merge_(
     """
     merged = torch.logaddexp(lse, other_lse)
     out.mul_(softmax_weight(lse, merged).unsqueeze(-1))
-    out.addcmul_(other_out.to(out.dtype), softmax_weight(other_lse, merged).unsqueeze(-1))
+    # Mixed dtypes: the other output is not copied to the accumulator dtype.
+    out.addcmul_(other_out, softmax_weight(other_lse, merged).unsqueeze(-1))
     lse.copy_(merged)
 
 
@@ -69,7 +74,8 @@ def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
     O' = dO * delta / |dO|^2 per row and head, 0 where dO = 0. The shortest such vector, so it is no
     longer than the true output. dO is divided by its 1-norm before it is squared: |dO|^2 leaves
-    fp32's range long before dO does.
+    fp32's range long before dO does. Made in parts of the rows, for several accumulator copies of
+    dO would be the most memory that a backward needs.
 
     Args:
         grad_out: dO.
@@ -81,6 +87,15 @@ def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     Shape:
         ``[R, h, d]``, ``[R, h]`` -> ``[R, h, d]``.
     """
+    carrier = grad_out.new_empty(grad_out.shape)
+    rows = max(1, CARRIER_ELEMENTS // max(1, grad_out[:1].numel()))
+    parts = zip(carrier.split(rows), grad_out.split(rows), delta.split(rows), strict=True)
+    for part, part_grad_out, part_delta in parts:
+        part.copy_(_carrier_rows(part_grad_out, part_delta))
+    return carrier
+
+
+def _carrier_rows(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     rows = grad_out.to(delta.dtype)
     length = rows.abs().sum(dim=-1, keepdim=True)  # the maximum would do, but takes far longer
     length = length.masked_fill(length == 0, 1.0)
@@ -88,7 +103,7 @@ def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     # |dO|^2 = length^2 * |unit|^2, and |unit|^2 is between 1 / d and 1, or 0 with dO.
     square = unit.square().sum(dim=-1, keepdim=True)
     factor = delta.unsqueeze(-1) / (length * square.masked_fill(square == 0, 1.0))
-    return (unit * factor).to(grad_out.dtype)
+    return unit * factor
 
 
 def merge_contributions(
@@ -113,7 +128,7 @@ def merge_contributions(
     for (rows, part), (_, part_lse) in parts:
         if rows is None:
             weight = softmax_weight(part_lse, lse)
-            out.addcmul_(part.to(out.dtype), weight.unsqueeze(-1))
+            out.addcmul_(part, weight.unsqueeze(-1))
         else:
             weight = softmax_weight(part_lse, lse.index_select(0, rows))
             out.index_add_(0, rows, part * weight.unsqueeze(-1))

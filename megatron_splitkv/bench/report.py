@@ -15,10 +15,10 @@ from megatron_splitkv.bench.attention import IDEAL, MASKED, OURS, UNMASKED, Atte
 from megatron_splitkv.bench.timing import PHASES, Spread
 
 _LABELS = {
-    MASKED: "torch SDPA, dense mask",
-    UNMASKED: "torch SDPA, no mask",
-    OURS: "our `cpu` kernel",
-    IDEAL: "ideal: no mask x density",
+    MASKED: "SDPA, dense mask",
+    UNMASKED: "SDPA, no mask",
+    OURS: "our cpu kernel",
+    IDEAL: "ideal",
 }
 # Okabe and Ito's palette.
 _COLOURS = {"forward": "#56B4E9", "backward": "#0072B2"}
@@ -39,7 +39,7 @@ def print_benchmark(result: AttentionBenchmark, console: Console | None = None) 
         f"{result.density:.3f}, threads: {result.threads}",
         box=SIMPLE_HEAD,
     )
-    table.add_column("CPU-milliseconds, medians")
+    table.add_column("CPU ms, medians")
     for column in ("forward", "backward", "both", "range", "both, wall"):
         table.add_column(column, justify="right")
     for method in _LABELS:
@@ -55,7 +55,7 @@ def print_benchmark(result: AttentionBenchmark, console: Console | None = None) 
     for base in (MASKED, IDEAL):
         ratios = {phase: result.ratio(OURS, base, phase) for phase in PHASES}
         console.print(
-            f"ours / {_LABELS[base].split(':')[0]}: "
+            f"ours / {_LABELS[base]}: "
             + ", ".join(
                 f"{phase} {r.median:.3f}x ({r.low:.3f} to {r.high:.3f})"
                 for phase, r in ratios.items()

@@ -1,6 +1,7 @@
 """Plans: which context-parallel rank holds which context rows and draft blocks."""
 
 from megatron_splitkv.plan.attention_plan import AttentionPlan
+from megatron_splitkv.plan.band import check_window
 from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.planner import build_plan
 from megatron_splitkv.plan.query_cast import QueryCast
@@ -18,6 +19,7 @@ __all__ = [
     "Staircase",
     "build_plan",
     "build_staircase",
+    "check_window",
     "even_positions",
     "zigzag_positions",
 ]

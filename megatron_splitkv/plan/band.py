@@ -95,7 +95,8 @@ class _Band:
     def cuts(self) -> NDArray[np.int64]:
         """The key at which each block's band is cut; every band has a key before it.
 
-        Bands that begin before the end of a group's first are of its group.
+        A group is a block and those after it whose bands begin before its own ends: there is its
+        cut.
         """
         size = self.end.size
         # Groups begin at the orbit of block 0 under `jump`, found by doubling the jump.

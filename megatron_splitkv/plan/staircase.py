@@ -121,9 +121,9 @@ class Staircase:
         levels: dense rectangles; within a level query ranges are disjoint and ascending and so are
             key ranges. No rectangle is empty.
         leaves: masked remainders: a row of a leaf sees the leaf's keys that are also its own
-            (`row_start <= key < row_end`). In ascending order of their query ranges, which are
-            disjoint if all rows of a block see the same; so are the key ranges if moreover the
-            blocks are in the order of `select_anchors` and `LeafLimits.tile` is 1.
+            (`row_start <= key < row_end`), perhaps none. In ascending order of their query ranges.
+            Those of `build_staircase` have disjoint query ranges, and if the blocks are in the
+            order of `select_anchors` disjoint keys; those of a band overlap in both.
         row_start: first visible local key of every query row.
         row_end: end of the visible local keys; equal to `row_start` where nothing is visible.
         block_size: B, query rows a block.
@@ -236,20 +236,20 @@ def split_prefixes(
     """
     levels: list[Rectangles] = []
     leaves: list[Rectangles] = []
-    tile_blocks, tile_keys = tile
-    # Blocks [lo, hi) lack their keys from k0 on. The next segment's rectangles begin at key `last`
-    # and theirs must end there; what a block sees beyond it, less than a tile, a leaf computes.
+    tile_blocks, _ = tile
+    # Blocks [lo, hi) lack their keys from k0 on. The next segment's rectangles begin at key `last`,
+    # so theirs must end there; what a block sees beyond it, less than a tile, is left to a leaf.
     lo = np.flatnonzero(np.diff(start, prepend=start[:1] - 1))
     hi = np.append(lo, end.size)[1:]
     last = end[hi - 1]
-    k0 = _add_level(levels, end, lo, lo, hi, start[lo], last, tile_keys)
+    k0 = _add_level(levels, end, lo, lo, hi, start[lo], last, tile)
     while True:
         lo = np.maximum(lo, np.searchsorted(end, k0, side="right"))  # those below are complete
         open_ = lo < hi
         lo, hi, k0, last = lo[open_], hi[open_], k0[open_], last[open_]
         if lo.size == 0:
             return levels, leaves
-        is_leaf = stays_whole(lo, hi, end[hi - 1] - k0)
+        is_leaf = stays_whole(lo, hi, end[hi - 1] - k0) | ((hi - lo == 1) & (k0 == last))
         if is_leaf.any():
             leaf_lo, leaf_hi = lo[is_leaf], hi[is_leaf]
             leaves.append(Rectangles(leaf_lo, leaf_hi, k0[is_leaf], end[leaf_hi - 1]))
@@ -259,7 +259,7 @@ def split_prefixes(
         upper = (hi - lo + 1) // 2
         whole_tiles = np.maximum(upper // tile_blocks, 1) * tile_blocks
         middle = hi - np.where(hi - lo > tile_blocks, whole_tiles, upper)
-        k1 = _add_level(levels, end, lo, middle, hi, k0, last, tile_keys)
+        k1 = _add_level(levels, end, lo, middle, hi, k0, last, tile)
         lo = np.stack([lo, middle], axis=1).ravel()
         hi = np.stack([middle, hi], axis=1).ravel()
         k0 = np.stack([k0, k1], axis=1).ravel()
@@ -274,19 +274,21 @@ def _add_level(
     hi: NDArray[np.int64],
     k0: NDArray[np.int64],
     last: NDArray[np.int64],
-    tile_keys: int,
+    tile: tuple[int, int],
 ) -> NDArray[np.int64]:
     """Append the blocks [middle, hi) x the keys from k0 on that all of them see.
 
     Returns:
-        Where the rectangles end. A multiple of a tile behind k0, but where a rectangle is the last
-        of its blocks or of blocks on both sides of its lower edge: no other rectangle need lie
-        beside what is left, nor could one end there.
+        Where the rectangles end: whole tiles behind k0, but with the last key where that completes
+        all these blocks, or a tile of blocks on the other side of `middle`: masked leaves for what
+        is left of so many blocks would cost more than a part of a tile.
     """
-    k1 = end[middle]
-    completes = (k1 == end[hi - 1]) | ((lo < middle) & (k1 == end[middle - 1]))
-    whole_tiles = k0 + (np.minimum(k1, last) - k0) // tile_keys * tile_keys
-    k1 = np.where(completes & (k1 <= last), k1, whole_tiles)
+    tile_blocks, tile_keys = tile
+    below = np.maximum(middle - tile_blocks, lo)
+    completes = end[middle] == end[hi - 1]
+    completes |= (middle - lo >= tile_blocks) & (end[middle] == end[below])
+    k1 = np.minimum(end[middle], last)
+    k1 = np.where(completes, k1, k0 + (k1 - k0) // tile_keys * tile_keys)
     wide = np.flatnonzero(k0 < k1)
     if wide.size:
         levels.append(Rectangles(middle, hi, k0, k1)._select(wide))

@@ -5,6 +5,8 @@ inputs, which the real ones refuse) and rounds where they round. A call that the
 or answer with something else than attention raises `ContractError`.
 """
 
+from itertools import pairwise
+
 import torch
 
 LOWEST_PRECISION = (torch.float16, torch.bfloat16)
@@ -138,10 +140,10 @@ def check_call(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k):
         bounds = lengths.tolist()
         require(len(bounds) >= 2 and bounds[0] == 0, "at least one range, from row 0")
         require(bounds[-1] == x.shape[0], "rows in no range: their results are undefined")
-        require(all(a < b for a, b in itertools.pairwise(bounds)), "no empty range")
+        require(all(a < b for a, b in pairwise(bounds)), "no empty range")
         require(type(longest) is int, "the longest range is known on the host")
-        require(all(b - a <= longest for a, b in itertools.pairwise(bounds)), "longest")
-        sides.append([slice(a, b) for a, b in itertools.pairwise(bounds)])
+        require(all(b - a <= longest for a, b in pairwise(bounds)), "longest")
+        sides.append([slice(a, b) for a, b in pairwise(bounds)])
     require(len(sides[0]) == len(sides[1]), "as many query ranges as key ranges")
     return list(zip(*sides, strict=True))
 

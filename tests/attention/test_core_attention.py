@@ -28,7 +28,7 @@ from tests.distributed.attention_problem import Problem, own_slice, shard_keys
 S, HEADS, KEY_HEADS, WIDTH, B = 20, 4, 2, 8, 4
 
 
-def _config(**changes: Any) -> TransformerConfig:
+def config(**changes: Any) -> TransformerConfig:
     options: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": HEADS * WIDTH,
@@ -40,10 +40,10 @@ def _config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**(options | changes))
 
 
-def _build(config: TransformerConfig, **options: Any) -> SplitKVCoreAttention:
+def build(configuration: TransformerConfig, **options: Any) -> SplitKVCoreAttention:
     """As Megatron's `Attention` builds it: from a spec, by keyword."""
     arguments = {
-        "config": config,
+        "config": configuration,
         "layer_number": 1,
         "attn_mask_type": AttnMaskType.no_mask,
         "attention_type": "cross",
@@ -67,7 +67,7 @@ def _inputs() -> list[torch.Tensor]:
 
 def test_interface_shapes_and_values() -> None:
     plan, (q, k, v) = _plan(), _inputs()
-    module = _build(_config())
+    module = build(config())
     out = module(
         q,
         k,
@@ -80,7 +80,7 @@ def test_interface_shapes_and_values() -> None:
     assert out.shape == (2 * B, 1, HEADS * WIDTH)
     expected, _ = reference_attention(q[:, 0], k[:, 0], v[:, 0], plan.layout)
     assert relative_error(out, expected.flatten(1)[:, None]) < 1e-6
-    scaled = _build(_config(), softmax_scale=0.1)(
+    scaled = build(config(), softmax_scale=0.1)(
         q, k, v, None, packed_seq_params=SplitKVPackedSeqParams(plan=plan)
     )
     expected, _ = reference_attention(q[:, 0], k[:, 0], v[:, 0], plan.layout, softmax_scale=0.1)
@@ -89,7 +89,7 @@ def test_interface_shapes_and_values() -> None:
 
 def test_block_keys_apart_equal_block_keys_behind_the_context() -> None:
     params, (q, k, v) = SplitKVPackedSeqParams(plan=_plan()), _inputs()
-    module = _build(_config())
+    module = build(config())
     apart = module(
         q, k[:S], v[:S], None, packed_seq_params=params, block_key=k[S:], block_value=v[S:]
     )
@@ -97,14 +97,14 @@ def test_block_keys_apart_equal_block_keys_behind_the_context() -> None:
 
 
 def test_extra_keywords_of_later_versions_are_accepted() -> None:
-    module = _build(_config(), something_new=1)
+    module = build(config(), something_new=1)
     q, k, v = _inputs()
     params = SplitKVPackedSeqParams(plan=_plan())
     module(q, k, v, None, packed_seq_params=params, something_newer=2)
 
 
 def test_recompute_gives_the_same_gradients() -> None:
-    module, params = _build(_config()), SplitKVPackedSeqParams(plan=_plan())
+    module, params = build(config()), SplitKVPackedSeqParams(plan=_plan())
     gradients = []
     for recompute in (False, True):
         leaves = [x.requires_grad_() for x in _inputs()]
@@ -127,22 +127,24 @@ def test_params_are_megatron_params_without_a_format() -> None:
 def test_unknown_cp_comm_type_names_the_allowed(name: str) -> None:
     message = f"--cp-comm-type {name!r} is not known; choose one of: splitkv"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        _build(_config(), cp_comm_type=name)
+        build(config(), cp_comm_type=name)
 
 
 def test_no_cp_comm_type_is_megatrons_way_of_one_rank() -> None:
-    assert _build(_config(), cp_comm_type=None).strategy == "splitkv"
+    assert build(config(), cp_comm_type=None).strategy == "splitkv"
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("changes", "options", "message"),
     [
         ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
         ({}, {"attention_dropout": 0.2}, "--attention-dropout 0.2"),
         ({"apply_query_key_layer_scaling": True}, {}, "--apply-query-key-layer-scaling"),
-        ({"window_size": (127, 0)}, {}, "--window-size (127, 0)"),
+        ({"window_size": (127, 1)}, {}, "--window-size (127, 1)"),
+        ({"qk_clip": True}, {}, "--qk-clip and --log-max-attention-logit"),
+        ({"log_max_attention_logit": True}, {}, "--qk-clip and --log-max-attention-logit"),
         ({"softmax_type": "off-by-one"}, {}, "--softmax-type off-by-one"),
-        ({}, {"kernel": "flex"}, "--attention-kernel 'flex' is not known; choose one of: auto, "),
+        ({}, {"kernel": "fa9"}, "--attention-kernel 'fa9' is not known; choose one of: auto, "),
         ({"context_parallel_size": 2}, {}, "layer 1: pg_collection has no `cp` group"),
         (
             {"context_parallel_size": 2},
@@ -152,24 +154,31 @@ def test_no_cp_comm_type_is_megatrons_way_of_one_rank() -> None:
     ],
 )
 def test_features_it_lacks_are_refused_by_name(
-    config: dict[str, Any], options: dict[str, Any], message: str
+    changes: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        _build(_config(**config), **options)
+        build(config(**changes), **options)
 
 
 @pytest.mark.parametrize("params", [None, PackedSeqParams(), SplitKVPackedSeqParams()])
 def test_missing_plan_says_how_to_pass_one(params: PackedSeqParams | None) -> None:
     q, k, v = _inputs()
+    blocks = {"block_key": k[S:], "block_value": v[S:]}
     with pytest.raises(ConfigError, match="pass packed_seq_params=SplitKVPackedSeqParams"):
-        _build(_config())(q, k, v, None, packed_seq_params=params)
+        build(config())(q, k[:S], v[:S], None, packed_seq_params=params, **blocks)
+
+
+def test_megatrons_windows_are_not_for_draft_blocks() -> None:
+    module, params = build(config(window_size=(4, 0))), SplitKVPackedSeqParams(plan=_plan())
+    with pytest.raises(ConfigError, match=re.escape("--window-size (4, 0) is not for draft")):
+        module(*_inputs(), None, packed_seq_params=params)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_mask": torch.zeros(1)}, "takes no attention mask or bias"),
-        ({"attention_bias": torch.zeros(1)}, "takes no attention mask or bias"),
+        ({"attention_mask": torch.zeros(1)}, "takes no attention mask: the plan"),
+        ({"attention_bias": torch.zeros(1)}, "takes no attention bias"),
         ({"query": torch.zeros(8, 2, 4, 8)}, "query has shape (8, 2, 4, 8)"),
         ({"key": torch.zeros(28, 2, 8)}, "key has shape (28, 2, 8)"),
         ({"block_key": torch.zeros(8, 1, 2, 8)}, "block_key and block_value come together"),
@@ -179,9 +188,7 @@ def test_inputs_it_cannot_use_are_refused(change: dict[str, Any], message: str) 
     q, k, v = _inputs()
     inputs = {"query": q, "key": k, "value": v, "attention_mask": None}
     with pytest.raises(ConfigError, match=re.escape(message)):
-        _build(_config())(
-            **(inputs | change), packed_seq_params=SplitKVPackedSeqParams(plan=_plan())
-        )
+        build(config())(**(inputs | change), packed_seq_params=SplitKVPackedSeqParams(plan=_plan()))
 
 
 DISTRIBUTED = Problem(
@@ -195,7 +202,7 @@ def _module_and_function() -> tuple[torch.Tensor, torch.Tensor]:
     local = (q[own_slice(plan, rank)], shard_keys(k, plan, rank), shard_keys(v, plan, rank))
     groups = ProcessGroupCollection()
     groups.cp = dist.group.WORLD
-    module = _build(_config(context_parallel_size=2), pg_collection=groups)
+    module = build(config(context_parallel_size=2), pg_collection=groups)
     out = module(
         *(x.unsqueeze(1) for x in local),
         None,
@@ -203,6 +210,11 @@ def _module_and_function() -> tuple[torch.Tensor, torch.Tensor]:
     )
     expected = context_parallel_attention(*local, plan, dist.group.WORLD)
     return out, expected.flatten(1).unsqueeze(1)
+
+
+def test_without_context_parallelism_the_group_is_not_used() -> None:
+    """A vision encoder beside a language model that has it."""
+    assert build(config(), pg_collection=SimpleNamespace(cp=object())).cp_group is None
 
 
 def test_group_comes_from_the_collection() -> None:

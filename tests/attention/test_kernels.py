@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_splitkv.attention.kernels import Kernel, cpu, cpu_tiles, naive, select_kernel
-from megatron_splitkv.config import KERNELS, ConfigError
+from megatron_splitkv.attention.kernels import Kernel, cpu, cpu_tiles, naive
 from megatron_splitkv.plan import LeafLimits, Rectangles, Staircase, build_staircase
 from megatron_splitkv.testing import relative_error
 
@@ -180,13 +179,3 @@ def test_grouped_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cpu, "_flash_forward", spy)
     cpu.forward(q, k, v, staircase, 0.3)
     assert set(heads) == {(8, 2, 2)}
-
-
-def test_selection_by_name_and_device() -> None:
-    for name in KERNELS:
-        select_kernel(name, torch.device("cpu"))
-    assert select_kernel("auto", torch.device("cpu")) is cpu
-    assert select_kernel("auto", torch.device("cuda")) is naive
-    assert select_kernel("naive", torch.device("cpu")) is naive
-    with pytest.raises(ConfigError, match=r"kernel 'flex' is not known.*auto, naive, cpu"):
-        select_kernel("flex", torch.device("cpu"))

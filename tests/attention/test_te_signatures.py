@@ -1,4 +1,4 @@
-"""How Transformer Engine is called: keywords against each release's signatures, and what arrives."""
+"""How Transformer Engine is called: keywords against its signatures, and what arrives below."""
 
 import ast
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def signatures_of(version: str, *, without: str = "", besides: str = "") -> Simp
     for node in ast.parse(source_of(version)).body:
         if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
             arguments = node.args
-            assert not (arguments.kwonlyargs or arguments.vararg or arguments.kwarg)
+            assert not [*arguments.posonlyargs, *arguments.kwonlyargs]
             keep = len(arguments.args) - len(arguments.defaults)
             defaults = [None] * keep + arguments.defaults
             parameters = [f"{besides}_{node.name}"] if besides else []

@@ -38,6 +38,11 @@ class Tile(Protocol):
         """Keys that each row sees, from its tile's first, int64 ``[T, m, 2]``; None: all."""
         ...
 
+    @property
+    def num_keys(self) -> int:
+        """n."""
+        ...
+
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """``[Q, h, d]`` -> ``[T, h, m, d]``."""
         ...
@@ -69,6 +74,10 @@ class ViewTile:
     k: slice
     visible: torch.Tensor | None
 
+    @property
+    def num_keys(self) -> int:
+        return int(self.k.stop - self.k.start)
+
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.q].transpose(0, 1)[None]
 
@@ -94,6 +103,10 @@ class BatchTile:
     q: PackedRows
     k: PackedRows
     visible: torch.Tensor | None
+
+    @property
+    def num_keys(self) -> int:
+        return self.k.index.numel() // self.k.num_tiles
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         return self.q.gather(x)

@@ -3,6 +3,7 @@
 `kernel_report` is what tools print; `selection` acts on the same rules.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,14 @@ class Machine:
         capability: compute capability of a CUDA device.
         cudnn: version of cuDNN, None without it.
         has_transformer_engine: whether it is installed.
+        has_flash: whether torch was built with its FlashAttention.
     """
 
     device_type: str
     capability: tuple[int, int] | None = None
     cudnn: tuple[int, int, int] | None = None
     has_transformer_engine: bool = False
+    has_flash: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Request:
     deterministic: bool = False
 
 
+@functools.cache
 def machine_of(device: torch.device) -> Machine:
     """What is known of a device without running anything on it."""
     if device.type != "cuda" or torch.version.cuda is None:
@@ -61,6 +65,7 @@ def machine_of(device: torch.device) -> Machine:
         capability=torch.cuda.get_device_capability(device),
         cudnn=None if version is None else decode_cudnn_version(version),
         has_transformer_engine=compat.has_transformer_engine(),
+        has_flash=torch.backends.cuda.is_flash_attention_available(),
     )
 
 
@@ -122,7 +127,15 @@ def _refuse_te(machine: Machine, request: Request) -> str | None:
 
 
 def _refuse_flash(machine: Machine, request: Request) -> str | None:
-    return _refuse_gpu(machine, request, oldest=(8, 0)) or _refuse_width(request, 256)
+    if (reason := _refuse_gpu(machine, request, oldest=(8, 0))) is not None:
+        return reason
+    if not machine.has_flash:
+        return "this build of torch is without FlashAttention"
+    # The backward of wider heads wants more shared memory than these chips have.
+    is_small = machine.capability is not None and (
+        (8, 6) <= machine.capability <= (8, 9) or machine.capability >= (12, 0)
+    )
+    return _refuse_width(request, 192 if is_small else 256)
 
 
 def _refuse_flex(machine: Machine, request: Request) -> str | None:

@@ -18,7 +18,7 @@ from megatron_splitkv.attention.kernels.packed_rows import on_device
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import LeafLimits, Rectangles, Staircase
 
-TILE_LEAF_LIMITS = LeafLimits()
+TILE_LEAF_LIMITS = LeafLimits(keys=4096, tile=128)
 """For kernels with tiles of 128 x 128: what fits about one tile of rows is cheaper masked."""
 
 MAX_ROWS = 2**31 - 1

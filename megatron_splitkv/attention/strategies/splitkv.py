@@ -36,7 +36,7 @@ from megatron_splitkv.attention.merge import (
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.routing import row_exchange
 from megatron_splitkv.comm import RowExchange, group_rank
-from megatron_splitkv.plan import AttentionPlan
+from megatron_splitkv.plan import AttentionPlan, check_window
 
 # Tensors that move once a layer, as the meter names them.
 LAYER_LABELS = frozenset(
@@ -71,6 +71,7 @@ class SplitKVAttention:
         window: int | None = None,
         options: SplitKVOptions = SplitKVOptions(),
     ) -> None:
+        check_window(window)
         self.plan = plan
         self.rank = group_rank(cp_group)
         self.kernel_name = kernel
@@ -260,8 +261,10 @@ class _Attend(torch.autograd.Function):
             out, lse = partial_out.to(operand.dtype), partial_lse
         else:
             lses = call.exchange.launch_return(partial_lse, label="lse")
-            outs = call.exchange.launch_return(partial_out.to(call.wire_dtype), label="out")
-            del partial_out
+            sent = partial_out.to(call.wire_dtype)
+            del partial_out  # before what is received takes its place
+            outs = call.exchange.launch_return(sent, label="out")
+            del sent
             out, lse = merge_contributions(call.exchange, outs.wait(), lses.wait())
             out = out.to(operand.dtype)
         ctx.call = call
