@@ -7,13 +7,14 @@ the known forms.
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,19 @@ def bind_fused_attention(functions: Any, dtypes: Any) -> FusedAttention:
     return FusedAttention(forward, backward)
 
 
+def flex_attention_with_lse() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """torch's `flex_attention`, returning its output and the natural log-sum-exp."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    if not hasattr(flex, "AuxRequest"):  # torch 2.8
+        return functools.partial(flex.flex_attention, return_lse=True)
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, extra = flex.flex_attention(*args, return_aux=flex.AuxRequest(lse=True), **kwargs)
+        return out, extra.lse
+
+    return attend
+
+
 def require_parameters(function: Callable[..., Any], names: Iterable[str], package: str) -> None:
     """Refuse a function that cannot be called with these keywords.
 
@@ -307,3 +321,14 @@ def require_parameters(function: Callable[..., Any], names: Iterable[str], packa
             f"{function.__module__}.{function.__qualname__} of {package} has an unknown form: it "
             f"lacks {sorted(lacking)}, demands {sorted(demanded)}; use a supported version"
         )
+
+
+def bind_arguments(
+    function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by name, however they were given; changes to them show in the call.
+
+    Raises:
+        TypeError: the function does not take these arguments, as calling it would raise.
+    """
+    return inspect.signature(function).bind(*args, **kwargs)

@@ -21,6 +21,8 @@ LEVELS = {
     "comm": 3,
     "batch": 4,
     "attention": 4,
+    "hooks": 5,
+    "gpt_specs": 5,
     "testing": 5,
     "loss": 5,
     "drafter": 6,

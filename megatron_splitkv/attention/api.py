@@ -118,15 +118,7 @@ def split_context_parallel_attention(
     """
     require_choice("attention kernel", kernel, KERNELS)
     check_window(window)
-    for name, place, plain in (
-        ("gather", options.gather, "q"),
-        ("scatter", options.scatter, "heads"),
-    ):
-        if place not in ("auto", plain):
-            raise ConfigError(
-                f"{name} {place!r} needs the projections, which this function does not see: use "
-                f"the drafter's attention module, or {name} {plain!r}"
-            )
+    options.require_projected()
     _check_plan(plan, cp_group)
     _check_shapes(q, context_k, context_v, own_k, own_v, plan, group_rank(cp_group))
     return splitkv_attention(

@@ -57,7 +57,7 @@ def row_attention(
     q, k, v = (_as_rows(x) for x in (query, key, value))
     _check(q, k, v, plan, cp_group)
     plan.check_window(window)
-    _check_places(options)
+    options.require_projected()
     _warn_of_many_queries(plan)
     query_order, back, key_order = _orders(plan, rank, q.device)
     if query_order is not None:
@@ -146,18 +146,6 @@ def _check(
             f"{k.shape[2]} and {v.shape[1]} value heads of width {v.shape[2]} do not fit: widths "
             "must be equal, and query heads a multiple of as many key and value heads"
         )
-
-
-def _check_places(options: SplitKVOptions) -> None:
-    for name, place, plain in (
-        ("gather", options.gather, "q"),
-        ("scatter", options.scatter, "heads"),
-    ):
-        if place not in ("auto", plain):
-            raise ConfigError(
-                f"--splitkv-{name} {place} needs the projections, which a core attention does not "
-                f"see; use {plain}"
-            )
 
 
 _warned: set[str] = set()

@@ -132,6 +132,14 @@ class AttentionMemory:
         """The worst moment of the backward and its bytes."""
         return _worst(self.backward)
 
+    def model_peak(self, layers: int) -> int:
+        """Worst bytes of a model of such layers: the backward of the last one.
+
+        Args:
+            layers: all saved what this one saves.
+        """
+        return (layers - 1) * self.saved_bytes + max(self.forward_peak[1], self.backward_peak[1])
+
 
 def attention_memory(sizes: AttentionSizes) -> AttentionMemory:
     """The inventory of one attention layer on one rank.
@@ -290,8 +298,8 @@ def _call(s: AttentionSizes, rows: int, keys: int, operands: int, *, gathered: b
     copied = s.kernel == "cpu" and s.itemsize < s.sum_itemsize
     tensors = {
         "call's results": result * (s.sum_itemsize if s.kernel == "cpu" else s.itemsize),
-        "call's rows, gathered": operand * s.itemsize * gathered,
         "call's rows in fp32": operand * s.sum_itemsize * copied,
+        "call's rows, gathered": operand * s.itemsize * (gathered and not copied),
         "call's lse": rows * s.heads * s.sum_itemsize,
     }
     return {name: size for name, size in tensors.items() if size}

@@ -11,7 +11,6 @@ import torch
 
 from megatron_splitkv.comm import RowExchange
 
-
 # Elements of dO that become their carrier at once.
 CARRIER_ELEMENTS = 1 << 22
 

@@ -48,3 +48,19 @@ class SplitKVOptions:
                 "--splitkv-save own gathers projected queries again in backward; use it with "
                 "--splitkv-gather q"
             )
+
+    def require_projected(self) -> None:
+        """Refuse places on the other side of projections that the caller does not see.
+
+        Raises:
+            ConfigError: hidden rows are to be gathered, or projected outputs scattered.
+        """
+        for name, place, plain in (
+            ("gather", self.gather, "q"),
+            ("scatter", self.scatter, "heads"),
+        ):
+            if place not in ("auto", plain):
+                raise ConfigError(
+                    f"--splitkv-{name} {place} needs the projections, which attention from "
+                    f"projected tensors does not see; use {plain}, or the drafter's attention"
+                )

@@ -76,9 +76,10 @@ class AttentionPlan(ABC):
             return "all" if self.cp_size == 1 else cast
 
         def resolve() -> str:
-            busiest = max(
-                self.query_cast(r, "group", window).blocks.size for r in range(self.cp_size)
-            )
+            needs = self._kept(("needs", window), lambda: self.needs(window))
+            by_owner = needs.reshape(self.cp_size, self.cp_size, -1).sum(axis=2)
+            np.fill_diagonal(by_owner, self.blocks_per_rank)  # a rank attends all of its own
+            busiest = by_owner.sum(axis=1).max()
             return "group" if busiest <= _GROUP_CAST_SHARE * self.num_blocks else "all"
 
         return self._kept(("resolve", window), resolve)

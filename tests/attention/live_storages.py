@@ -19,19 +19,18 @@ class LiveStorages(TorchDispatchMode):
     Attributes:
         live: bytes of those that are still alive.
         peak: most of them at a time since `restart`.
-        largest: the largest single one since `restart`.
+        made: bytes of each that was made since `restart`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.largest = 0
+        self.live = self.peak = 0
+        self.made: list[int] = []
         self._sizes: dict[int, int] = {}
-        self.at_peak: list[tuple[str, int]] = []
-        self._names: dict[int, tuple[str, int]] = {}
 
     def restart(self) -> None:
         """Forget the peak; what is alive stays counted."""
-        self.peak, self.largest = self.live, 0
+        self.peak, self.made = self.live, []
 
     def ignore(self, *tensors: torch.Tensor) -> None:
         """Inputs: their storages are not new when an operation returns a view of them."""
@@ -48,22 +47,18 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
-                self._add(x.untyped_storage(), str(func))
+                self._add(x.untyped_storage())
         return result
 
-    def _add(self, storage: torch.UntypedStorage, name: str) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._sizes:
             return
         self._sizes[key] = size = storage.nbytes()
-        self._names[key] = (name, size)
         weakref.finalize(storage, self._drop, key)
         self.live += size
-        self.largest = max(self.largest, size)
-        if self.live > self.peak:
-            self.peak = self.live
-            self.at_peak = list(self._names.values())
+        self.made.append(size)
+        self.peak = max(self.peak, self.live)
 
     def _drop(self, key: int) -> None:
-        self._names.pop(key, None)
         self.live -= self._sizes.pop(key)

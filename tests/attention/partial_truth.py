@@ -77,16 +77,10 @@ def rectangles(*rows):
 
 
 def staircase_of(levels, leaves, row_start, row_end, block_size):
-    """A hand-made staircase; its pair counts are not filled in."""
-    return Staircase(
-        levels,
-        leaves,
-        np.asarray(row_start, dtype=np.int64),
-        np.asarray(row_end, dtype=np.int64),
-        block_size,
-        needed_pairs=0,
-        executed_pairs=0,
-    )
+    """A hand-made staircase; what it executes is not counted."""
+    row_start, row_end = (np.asarray(x, dtype=np.int64) for x in (row_start, row_end))
+    needed_pairs = int((row_end - row_start).sum())
+    return Staircase(levels, leaves, row_start, row_end, block_size, needed_pairs, 0)
 
 
 def inputs(num_rows, num_keys, num_heads, num_key_heads, width=8, dtype=torch.float64, seed=0):

@@ -98,8 +98,8 @@ def test_forward_copies_no_keys() -> None:
     ("change", "message"),
     [
         ({"strategy": "ring"}, "strategy 'ring' is not known; choose one of: splitkv"),
-        ({"kernel": "flex"}, "kernel 'flex' is not known; choose one of: auto, naive, cpu"),
-        ({"window": 128}, "window 128: sliding windows are not supported"),
+        ({"kernel": "cuda"}, "kernel 'cuda' is not known; choose one of: auto, naive, cpu, te, "),
+        ({"window": 0}, "window 0 must be at least 1"),
     ],
 )
 def test_unknown_choices_name_the_allowed(

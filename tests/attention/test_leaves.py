@@ -49,12 +49,12 @@ def run(staircase, num_keys, tensors, truth, before=None):
     """Leaves merged into what is known of the other pairs, and their gradients added to ones."""
     q, k, v, grad_out = tensors
     dtype = accumulator_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype)
+    out = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
     if before is not None:
         merge_(out, lse, before.out.to(dtype), before.lse.to(dtype))
     forward_leaves(q, k, v, staircase, SCALE, out, lse)
-    grads = [torch.ones(x.shape, dtype=dtype) for x in (q, k, v)]
+    grads = [x.new_ones(x.shape, dtype=dtype) for x in (q, k, v)]
     backward_leaves(
         grad_out,
         q,
@@ -211,11 +211,6 @@ def test_on_a_gpu():
     mask = leaf_mask(staircase, num_keys)
     tensors = inputs(staircase.num_rows, num_keys, 4, 2, width=64, dtype=torch.bfloat16)
     truth = partial_truth(*tensors, mask, mask, SCALE)
-    on_gpu = [x.cuda() for x in tensors]
-    gpu_truth = truth._replace(whole_out=truth.whole_out.cuda(), whole_lse=truth.whole_lse.cuda())
-    torch.set_default_device("cuda")
-    try:
-        found = [x.cpu() for x in run(staircase, num_keys, on_gpu, gpu_truth)]
-    finally:
-        torch.set_default_device(None)
-    assert_close(found, truth, 1e-2, whole=False)
+    on_gpu = truth._replace(whole_out=truth.whole_out.cuda(), whole_lse=truth.whole_lse.cuda())
+    found = run(staircase, num_keys, [x.cuda() for x in tensors], on_gpu)
+    assert_close([x.cpu() for x in found], truth, 1e-2, whole=False)

@@ -1,6 +1,8 @@
 """The memory inventory against the bytes that are really alive, forward and backward, by rank."""
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_splitkv.attention import merge
 from megatron_splitkv.attention.kernels import cpu
 from megatron_splitkv.attention.memory import AttentionSizes, attention_memory
 from megatron_splitkv.attention.options import SplitKVOptions
@@ -29,26 +32,26 @@ SIZES = AttentionSizes(
     hidden_size=192,
     kernel="cpu",
 )
-FEW_QUERIES = replace(SIZES, query_rows=256, context_rows=16384)
+FEW_QUERIES = replace(SIZES, query_rows=256, context_rows=16384, heads=16, head_dim=64)
 
 
 def plan_of(sizes: AttentionSizes, documents: int) -> ContextPlan:
-    """Blocks spread over the second half of equal documents."""
+    """Blocks spread over the last quarter of equal documents."""
     length = sizes.context_rows // documents
     blocks = sizes.query_rows // B // documents
     start = np.repeat(np.arange(documents) * length, blocks)
-    anchors = np.tile(np.linspace(length // 2, length - 1, blocks).astype(np.int64), documents)
+    anchors = np.tile(np.linspace(3 * length // 4, length - 1, blocks).astype(np.int64), documents)
     layout = BlockLayout(start + anchors, start, np.ones(start.size, dtype=np.bool_), B)
     strategy = "zigzag" if documents == 1 else "balanced-local"
     return build_plan(layout, sizes.context_rows, sizes.cp_size, strategy=strategy)
 
 
-def measure(sizes: AttentionSizes, dtype: torch.dtype, documents: int) -> dict[str, int] | None:
+def measure(sizes: AttentionSizes, dtype: torch.dtype, documents: int) -> dict[str, Any] | None:
     """One layer's attention on a rank of a pool, gathers and projections as the drafter has them.
 
     Returns:
-        Bytes that were alive at the worst moments and between the passes, the largest storages,
-        and the sizes that only the plan knows.
+        Bytes that were alive at the worst moments and between the passes, and the sizes that only
+        the plan knows.
     """
     group = subgroup(range(sizes.cp_size)) if sizes.cp_size > 1 else None
     rank = dist.get_rank() if sizes.cp_size > 1 else 0
@@ -93,9 +96,12 @@ def measure(sizes: AttentionSizes, dtype: torch.dtype, documents: int) -> dict[s
     with LiveStorages() as storages:
         storages.ignore(*inputs)
         out = attend()
-        found = {"forward": storages.peak, "saved": storages.live, "new": storages.largest}
+        time.sleep(0.1)  # gloo's thread lets go of what was sent a little after the wait
+        found: dict[str, Any] = {"forward": storages.peak, "saved": storages.live}
+        found["made_forward"] = storages.made
         storages.restart()
         out.backward(grad_out)
+        found["made_backward"] = storages.made
     tiles = [
         (int(rows), int(columns))
         for level in plan.staircase(rank, cpu.LEAF_LIMITS, cast=attention.cast).levels
@@ -130,13 +136,10 @@ def compare(sizes: AttentionSizes, dtype: torch.dtype, documents: int = 1) -> No
         )
         expected = {
             "saved": memory.saved_bytes + found["returned"],
-            "forward": memory.forward_peak,
-            "backward": memory.backward_peak,
+            "forward": memory.forward_peak[1],
+            "backward": memory.backward_peak[1],
         }
-        print(found, expected)
-        assert found["saved"] == pytest.approx(expected["saved"], rel=0.1)
-        assert found["forward"] == pytest.approx(memory.forward_peak[1], rel=0.1)
-        assert found["backward"] == pytest.approx(memory.backward_peak[1], rel=0.1)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -162,3 +165,56 @@ def test_every_place(
 ) -> None:
     options = SplitKVOptions(gather, scatter, "all", save, fp32_reduce)
     compare(replace(SIZES, options=options), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", ["gathered", "own"])
+def test_group_cast(save: str, dtype: torch.dtype) -> None:
+    options = SplitKVOptions("q", "heads", "group", save)
+    compare(replace(SIZES, query_rows=2048, options=options), dtype, documents=4)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_keys_are_neither_copied_nor_repeated(cp_size: int) -> None:
+    sizes = replace(FEW_QUERIES, cp_size=cp_size, heads=32, kv_heads=2, head_dim=16)
+    args = (sizes, torch.float32, 1)
+    shares = [measure(*args)] if cp_size == 1 else gloo_pool(4).run(measure, *args)
+    for found in shares[:cp_size]:
+        key_bytes = found["keys"] * sizes.key_width * 4
+        assert [size for size in found["made_forward"] if size >= key_bytes] == []
+        # dk and dv, and nothing else: results of a call are smaller than all keys.
+        assert [s for s in found["made_backward"] if s >= key_bytes] == [key_bytes] * 2
+
+
+def test_carrier_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad_out, delta = torch.randn(1024, 8, 32).bfloat16(), torch.randn(1024, 8)
+    monkeypatch.setattr(merge, "CARRIER_ELEMENTS", 1 << 30)
+    whole = merge.delta_carrier(grad_out, delta)
+    monkeypatch.setattr(merge, "CARRIER_ELEMENTS", 1 << 14)
+    with LiveStorages() as storages:
+        storages.ignore(grad_out, delta)
+        assert torch.equal(merge.delta_carrier(grad_out, delta), whole)
+    assert storages.peak < 1.6 * grad_out.nbytes
+
+
+def test_published_estimate_and_the_shape_of_the_paper() -> None:
+    """S = 1M, Q = 32k on 8 ranks, 32 query and 4 key heads of 128, bf16: in units of Q x width."""
+    sizes = AttentionSizes(32768, 1 << 20, 8, 32, 4, 128, 2048)
+    memory = attention_memory(sizes)
+    unit = 32768 * 4096
+    assert memory.published == 2 * (33 * unit) // 8 + 2 * unit
+    assert memory.saved["queries"] == 2 * unit
+    assert memory.saved["output"] == 2 * unit // 8
+    grouped = attention_memory(replace(sizes, cast_share=0.25))
+    assert grouped.saved["queries"] == memory.saved["queries"] // 4
+    assert grouped.backward_peak[1] < memory.backward_peak[1]
+    own = attention_memory(replace(sizes, options=replace(sizes.options, save="own")))
+    assert memory.saved_bytes - own.saved_bytes == 2 * unit
+    assert memory.model_peak(8) - memory.model_peak(7) == memory.saved_bytes
+
+
+def test_unresolved_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="resolve 'auto' first"):
+        replace(SIZES, options=SplitKVOptions())
+    with pytest.raises(ConfigError, match="'naive' has no memory model; use cpu, te or flash"):
+        replace(SIZES, kernel="naive")

@@ -166,6 +166,19 @@ def test_unused_rows_may_hold_nan(case: Case) -> None:
     assert errors(TeKernel(ThdEmulator().bound()), case)["out"] == np.inf
 
 
+def test_strided_inputs() -> None:
+    staircase = MIXED.staircase
+    tensors = MIXED.tensors(staircase)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    assert not any(x.is_contiguous() for x in strided)
+    results = []
+    for q, k, v, grad_out, lse, carrier in (tensors, strided):
+        kernel = TeKernel(ThdEmulator().bound())
+        out = kernel.forward(q, k, v, staircase, 0.3)
+        results.append([*out, *kernel.backward(grad_out, q, k, v, carrier, lse, staircase, 0.3)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_rows_are_read_in_place() -> None:
     emulator = ThdEmulator()
     staircase = MIXED.staircase

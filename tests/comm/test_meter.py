@@ -18,6 +18,7 @@ def test_nothing_is_recorded_without_a_meter() -> None:
     [
         ("all_gather", 9.0),
         ("all_to_all", 9.0),
+        ("all_to_all_v", 12.0),
         ("all_reduce_max", 18.0),
         ("all_reduce_sum", 18.0),
     ],

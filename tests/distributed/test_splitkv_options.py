@@ -223,7 +223,7 @@ def test_places_beyond_a_projection_need_the_projection(choice: dict[str, str]) 
     layout = BlockLayout([3], [0], [True], 2)
     q, k = torch.zeros(2, 1, 4), torch.zeros(8, 1, 4)
     plan = build_plan(layout, 8, 1)
-    with pytest.raises(ConfigError, match="needs the projections, which this function does not"):
+    with pytest.raises(ConfigError, match="needs the projections, which attention from"):
         split_context_parallel_attention(
             q, k, k, q, q, plan, None, options=SplitKVOptions(**choice)
         )

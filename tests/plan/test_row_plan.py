@@ -2,11 +2,13 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.cpu import cpu_mode
 from megatron_splitkv.plan import LeafLimits, RowPlan, even_positions, zigzag_positions
 from megatron_splitkv.plan.staircase import DEFAULT_LEAF_LIMITS
 from tests.plan.test_staircase import LIMITS, NO_LEAVES, count_coverage
@@ -279,16 +281,15 @@ def test_what_does_not_fit_is_refused(build, message):
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
-def test_zigzag_is_megatrons(cp_size, monkeypatch):
+def test_zigzag_is_megatrons(cp_size):
     torch = pytest.importorskip("torch")
-    from megatron.core import utils
+    from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp_size)
     for rank in range(cp_size):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-        batch = {"tokens": torch.arange(24)[None], "cu_seqlens": None}
-        mine = utils._get_batch_on_this_cp_rank_per_sequence_balancing(batch, cp_group=None)
-        np.testing.assert_array_equal(zigzag_positions([0, 24], cp_size)[rank], mine["tokens"][0])
+        group = SimpleNamespace(size=lambda: cp_size, rank=lambda rank=rank: rank)
+        with cpu_mode():
+            mine = get_pos_emb_on_this_cp_rank(torch.arange(24), 0, group)
+        np.testing.assert_array_equal(zigzag_positions([0, 24], cp_size)[rank], mine)
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])

@@ -26,8 +26,9 @@ from megatron_splitkv.plan import Rectangles, Staircase
 
 # Query-key pairs from which a rectangle is worth a call of its own (measured, and as flat).
 VIEW_PAIRS = 32 * 1024
-# Bound on T * m * n: the mask of a batch is that many numbers.
-_BATCH_PAIRS = 4 * 1024 * 1024
+# Bound on T * m * n: the mask of a batch is that many numbers, and gathered keys are a small part of
+# all keys, however far apart their queries are.
+_BATCH_PAIRS = 256 * 1024
 
 
 class Tile(Protocol):
