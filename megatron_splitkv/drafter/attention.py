@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_splitkv.attention import SplitKVOptions, SplitKVPackedSeqParams
 from megatron_splitkv.attention.core_attention import plan_of
+from megatron_splitkv.attention.kernels import Kernel, select_kernel
 from megatron_splitkv.attention.placement import LayerShape, Places, choose_places
 from megatron_splitkv.attention.strategies import SplitKVAttention
 from megatron_splitkv.drafter.rope import apply_rotary
@@ -146,7 +147,7 @@ class DFlashAttention(Attention):
             plan,
             self.core_attention.cp_group,
             hidden_states.device,
-            kernel=self.core_attention.kernel,
+            kernel=self._kernel(hidden_states),
             softmax_scale=self.core_attention.softmax_scale
             or self.hidden_size_per_attention_head**-0.5,
             options=self.options,
@@ -203,6 +204,13 @@ class DFlashAttention(Attention):
     def get_query_key_value_tensors(self, *_: Any, **__: Any) -> NoReturn:
         """Megatron's hook for one key and one value tensor, which this attention never makes."""
         raise NotImplementedError("context and block rows are projected apart, see forward")
+
+    def _kernel(self, like: torch.Tensor) -> Kernel:
+        width = self.hidden_size_per_attention_head
+        queries = like.new_empty(0, self.num_attention_heads_per_partition, width)
+        return select_kernel(
+            self.core_attention.kernel, queries, self.num_query_groups_per_partition
+        )
 
     def _project_query(self, hidden_states: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         query = self._heads(self.linear_q(hidden_states)[0])  # [Q, 1, n_q, hd]

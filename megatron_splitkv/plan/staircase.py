@@ -175,6 +175,13 @@ def build_staircase(
     leaves: list[Rectangles] = []
     tile = max(1, limits.tile // block_size), limits.tile
     for blocks in _ascending_passes(key_start, key_end):
+        whole, is_rest = _short_documents(
+            key_start[blocks], key_end[blocks], limits.pairs // block_size
+        )
+        leaves.append(whole.of_blocks(blocks))
+        blocks = blocks[is_rest]
+        if blocks.size == 0:
+            continue
         pass_levels, pass_leaves = split_prefixes(
             key_start[blocks], key_end[blocks], stays_whole, tile
         )
@@ -211,6 +218,29 @@ def _ascending_passes(
     run_goes_on = same_document & (np.diff(blocks) == 1) & (end[1:] >= end[:-1])
     new_pass = ~run_goes_on & (start[1:] <= start[:-1])
     return np.split(blocks, np.flatnonzero(new_pass) + 1)
+
+
+def _short_documents(
+    start: NDArray[np.int64], end: NDArray[np.int64], cells: int
+) -> tuple[Rectangles, NDArray[np.bool_]]:
+    """Documents of one pass that are a leaf from the start: a rectangle less for each.
+
+    Args:
+        start: first key of every block's document.
+        end: end of its keys.
+        cells: blocks x keys that such a document has at most.
+
+    Returns:
+        The documents, and which blocks are of others. Query ranges count positions in `start`.
+
+    Shape:
+        start, end, the mask [n].
+    """
+    lo = np.flatnonzero(np.diff(start, prepend=start[:1] - 1))
+    hi = np.append(lo, end.size)[1:]
+    k0, k1 = start[lo], end[hi - 1]
+    short = ((hi - lo) * (k1 - k0) <= cells) & (end[lo] < k1)  # the rest needs no mask
+    return Rectangles(lo, hi, k0, k1)._select(np.flatnonzero(short)), ~np.repeat(short, hi - lo)
 
 
 def split_prefixes(

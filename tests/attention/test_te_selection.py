@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
         (BLACKWELL, replace(REQUEST, width=136), "at most 128, not 136"),
         (HOPPER, replace(REQUEST, width=264), "at most 256, not 264"),
         (HOPPER, replace(REQUEST, width=60), "that 8 divides.*not 60"),
-        (HOPPER, replace(REQUEST, dtype=torch.float32), "bfloat16 and float16, not float32"),
+        (HOPPER, replace(REQUEST, dtype=torch.float32), "bfloat16, float16, not float32"),
         (AMPERE, REQUEST, r"compute capability >= 9\.0, this is 8\.0"),
         (replace(HOPPER, capability=(12, 0)), REQUEST, "capability 12"),
         (replace(HOPPER, cudnn=(9, 17, 9)), REQUEST, r"cuDNN >= 9\.18, this is 9\.17\.9"),
@@ -72,6 +72,9 @@ def test_rules_of_the_others() -> None:
         refusal("flash", replace(AMPERE, has_flash=False), REQUEST)
     )
     assert "float32" in str(refusal("flash", AMPERE, replace(REQUEST, dtype=torch.float32)))
+    assert refusal("flex", AMPERE, replace(REQUEST, dtype=torch.float32)) is None
+    assert "not float64" in str(refusal("flex", AMPERE, replace(REQUEST, dtype=torch.float64)))
+    assert ">= 16, not 8" in str(refusal("flex", AMPERE, replace(REQUEST, width=8)))
     assert "on cuda" in str(refusal("cpu", HOPPER, REQUEST))
     assert refusal("cpu", Machine("cpu"), REQUEST) is None
     assert refusal("naive", HOPPER, replace(REQUEST, dtype=torch.float64, width=7)) is None

@@ -23,17 +23,27 @@ class Job:
         return self
 
 
-def run_job(num_ranks: int, argv: Sequence[str], *, timeout: float = 240.0) -> Job:
-    """Run ``megatron_splitkv.pretrain_dflash`` under torchrun; a hang fails the test.
+DRAFTER = ("-m", "megatron_splitkv.pretrain_dflash")
+
+
+def run_job(
+    num_ranks: int,
+    argv: Sequence[str],
+    *,
+    program: Sequence[str] = DRAFTER,
+    timeout: float = 240.0,
+) -> Job:
+    """Run a training script under torchrun; a hang fails the test.
 
     Args:
         num_ranks: processes.
-        argv: arguments of the entry point.
+        argv: arguments of the script.
+        program: the script as torchrun takes it, a file or ``-m`` and a module.
         timeout: seconds until the job counts as hung; its process group is ended then.
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(num_ranks), "-m", "megatron_splitkv.pretrain_dflash", *argv),
+        *("--nproc-per-node", str(num_ranks), *program, *argv),
     ]
     process = subprocess.Popen(
         command,

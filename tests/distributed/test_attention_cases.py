@@ -112,7 +112,7 @@ def _solve_on_poisoned_memory(problem: Problem) -> list[torch.Tensor]:
     deterministic.fill_uninitialized_memory = True
     try:
         assert bool(torch.empty(4).isnan().all()), "fresh memory is poisoned"
-        kernel = select_kernel(problem.kernel, q.device)
+        kernel = select_kernel(problem.kernel, q)
         context = shard_keys(k, plan, rank)[: plan.num_rows(rank)]
         partial = kernel.forward(q, context, context, plan.staircase(rank), 1.0)
         share = attend_sharded(problem, plan, problem.tensors(plan), dist.group.WORLD)

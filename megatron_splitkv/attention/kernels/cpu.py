@@ -15,7 +15,7 @@ from megatron_splitkv.plan import LeafLimits, Staircase
 
 # Measured: here the arithmetic that a further cut saves is worth its calls and merges. The optimum
 # is flat: half or twice either limit costs 1 to 3 %.
-LEAF_LIMITS = LeafLimits(rows=32, pairs=12 * 1024)
+LEAF_LIMITS = LeafLimits(rows=32, pairs=8 * 1024)
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

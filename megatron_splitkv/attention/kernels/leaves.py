@@ -216,8 +216,8 @@ def _groups(leaves: Rectangles, block_size: int, num_heads: int) -> Iterator[NDA
     # On a GPU a batch costs its launches; padding up to an octave costs less.
     for group in similar_shapes(rows, keys, np.flatnonzero(rows * keys > 0), per_octave=1):
         leaf_bytes = 4 * num_heads * int(rows[group].max()) * int(keys[group].max())
-        num_parts = min(group.size, -(-group.size * leaf_bytes // _SCORE_BYTES))
-        yield from np.array_split(group, num_parts)
+        most = max(1, _SCORE_BYTES // leaf_bytes)
+        yield from np.array_split(group, -(-group.size // most))
 
 
 def _lay_out(

@@ -139,10 +139,18 @@ def _refuse_flash(machine: Machine, request: Request) -> str | None:
 
 
 def _refuse_flex(machine: Machine, request: Request) -> str | None:
-    return _refuse_gpu(machine, request, oldest=(8, 0))
+    dtypes = (*_HALF_PRECISION, torch.float32)
+    if (reason := _refuse_gpu(machine, request, oldest=(8, 0), dtypes=dtypes)) is not None:
+        return reason
+    return f"it needs a head width >= 16, not {request.width}" if request.width < 16 else None
 
 
-def _refuse_gpu(machine: Machine, request: Request, oldest: tuple[int, int]) -> str | None:
+def _refuse_gpu(
+    machine: Machine,
+    request: Request,
+    oldest: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...] = _HALF_PRECISION,
+) -> str | None:
     if machine.capability is None:
         return f"it needs an NVIDIA GPU and the tensors are on {machine.device_type}"
     if machine.capability < oldest:
@@ -150,8 +158,9 @@ def _refuse_gpu(machine: Machine, request: Request, oldest: tuple[int, int]) -> 
             f"it needs compute capability >= {_dotted(oldest)}, this is "
             f"{_dotted(machine.capability)}"
         )
-    if request.dtype not in _HALF_PRECISION:
-        return f"it computes bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
+    if request.dtype not in dtypes:
+        names = [str(x).removeprefix("torch.") for x in (*dtypes, request.dtype)]
+        return f"it computes {', '.join(names[:-1])}, not {names[-1]}"
     return None
 
 

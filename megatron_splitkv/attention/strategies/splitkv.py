@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_splitkv.attention.flight import Flight, return_rows
-from megatron_splitkv.attention.kernels import select_kernel
+from megatron_splitkv.attention.kernels import Kernel, select_kernel
 from megatron_splitkv.attention.local_attention import LocalAttention
 from megatron_splitkv.attention.merge import (
     merge_contributions,
@@ -54,7 +54,7 @@ class SplitKVAttention:
         plan: the plan of the micro-batch, equal on all ranks.
         cp_group: the context-parallel group; None for one process.
         device: of the tensors.
-        kernel: name of the local attention kernel.
+        kernel: the local attention kernel, selected before anything is launched.
         softmax_scale: factor on the scores.
         window: of a sliding-window layer; None for full attention.
         options: what travels; `gather` and `scatter` are the caller's, who calls the steps.
@@ -66,7 +66,7 @@ class SplitKVAttention:
         cp_group: dist.ProcessGroup | None,
         device: torch.device,
         *,
-        kernel: str = "auto",
+        kernel: Kernel,
         softmax_scale: float,
         window: int | None = None,
         options: SplitKVOptions = SplitKVOptions(),
@@ -74,7 +74,7 @@ class SplitKVAttention:
         check_window(window)
         self.plan = plan
         self.rank = group_rank(cp_group)
-        self.kernel_name = kernel
+        self.kernel = kernel
         self.softmax_scale = softmax_scale
         self.window = window
         self.options = options
@@ -161,14 +161,13 @@ class SplitKVAttention:
     ) -> torch.Tensor:
         flight = queries if isinstance(queries, Flight) else None
         operand = queries.take() if isinstance(queries, Flight) else queries
-        kernel = select_kernel(self.kernel_name, operand)
         call = _Call(
             exchange=self.exchange,
             flight=flight,
             local=LocalAttention(
-                kernel=kernel,
+                kernel=self.kernel,
                 context=self.plan.staircase(
-                    self.rank, kernel.LEAF_LIMITS, window=self.window, cast=self.cast
+                    self.rank, self.kernel.LEAF_LIMITS, window=self.window, cast=self.cast
                 ),
                 own=self.plan.own_staircase(self.rank, self.window),
                 mine=self.exchange.own_attended,
@@ -220,7 +219,7 @@ def splitkv_attention(
         plan,
         cp_group,
         q.device,
-        kernel=kernel,
+        kernel=select_kernel(kernel, q, context_k.shape[1]),
         softmax_scale=softmax_scale,
         window=window,
         options=options,
