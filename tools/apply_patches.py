@@ -107,7 +107,7 @@ def _release(name: str) -> tuple[int, ...]:
     """``v2.13`` and ``2.13.0`` -> (2, 13, 0)."""
     numbers = re.search(r"\d+(\.\d+)*", name)
     release = [int(n) for n in numbers[0].split(".")] if numbers else []
-    return tuple((release + [0, 0, 0])[:3])
+    return tuple([*release, 0, 0, 0][:3])
 
 
 # Patches, and how far they are applied
@@ -258,8 +258,12 @@ def run(upstream: str, root: Path, tag: str, *, check: bool, reverse: bool) -> s
     changed = {path: b"".join(x) for path, x in after.items() if x != before[path]}
     if not check:
         write_files(root, changed)
-    verb = ("would take back" if reverse else "would apply") if check else None
-    verb = verb or ("took back" if reverse else "applied")
+    verb = {
+        (False, False): "applied",
+        (False, True): "would apply",
+        (True, False): "took back",
+        (True, True): "would take back",
+    }[reverse, check]
     return f"{where}: {verb} {', '.join(names)} ({', '.join(changed)})"
 
 

@@ -1,5 +1,6 @@
 """The whole flash kernel on an emulator of torch's two operations, against fp64 truth."""
 
+import inspect
 import math
 
 import numpy as np
@@ -105,6 +106,22 @@ def test_many_levels_and_the_lse_of_all_ranks(emulator, limits, heads):
     assert emulator.forward_calls == len(staircase.levels) > 4 or limits == flash.LEAF_LIMITS
 
 
+@pytest.mark.parametrize("limits", [LIMITS[0], LIMITS[1], flash.LEAF_LIMITS])
+def test_sliding_windows(emulator, limits):
+    """Rows of a block see different ranges, leaves share rows; the rank's own blocks, too."""
+    for seed in (1, 2):
+        plan = random_plan(seed, 2)
+        staircases = [plan.staircase(rank, limits, window=9) for rank in range(2)]
+        keys = [plan.num_rows(rank) for rank in range(2)]
+        own = plan.own_staircase(1, 5)
+        for staircase, num_keys in zip([*staircases, own], [*keys, own.num_rows], strict=True):
+            tensors = inputs(staircase.num_rows, num_keys, 4, 2, seed=seed)
+            mask = visible_mask(staircase, num_keys)
+            truth = partial_truth(*tensors, mask, mask, SCALE)
+            assert max(errors(run(staircase, tensors, truth), truth)) < 1e-13
+    assert emulator.forward_calls or limits == flash.LEAF_LIMITS
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_fp32(emulator, heads):
     staircase, num_keys = ragged(LIMITS[1])
@@ -203,6 +220,18 @@ def test_rectangles_without_pairs_are_left_out(emulator):
     truth = partial_truth(*tensors, mask, mask, SCALE)
     assert max(errors(run(staircase, tensors, truth), truth)) < 1e-13
     assert emulator.forward_calls == 1
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_the_installed_torch_has_the_emulated_form(name):
+    """Names and order of the arguments, and that those which are not given may be left out."""
+    operation = getattr(torch.ops.aten, f"_flash_attention_{name}").default
+    assert getattr(flash, f"_flash_{name}") is operation
+    emulated = list(inspect.signature(getattr(FlashEmulator, name)).parameters)[1:]
+    arguments = operation._schema.arguments
+    positional = [x.name for x in arguments if not x.kwarg_only]
+    assert [*positional, "scale"] == emulated
+    assert all(x.has_default_value() for x in arguments if x.kwarg_only)
 
 
 def test_laid_out_once_per_staircase(emulator):

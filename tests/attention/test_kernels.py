@@ -57,6 +57,29 @@ def test_cpu_kernel_equals_its_twin_however_tiled(
     _assert_twins(build_staircase(start, end, B, limits), 240)
 
 
+def test_short_documents_are_a_few_calls() -> None:
+    """24 of 128 keys with 8 blocks, as in a quick start, and a long one beside them."""
+    rng = np.random.default_rng(0)
+    ends = [np.sort(rng.choice(np.arange(1, 128), 8, replace=False)) for _ in range(24)]
+    start = np.repeat(np.arange(24) * 128, 8)
+    long = np.arange(200, 4000, 100)
+    key_start = np.concatenate([start, np.full(long.size, 24 * 128)])
+    key_end = np.concatenate([start + np.concatenate(ends), 24 * 128 + long])
+    alone = build_staircase(key_start[:192], key_end[:192], B, cpu.LEAF_LIMITS)
+    assert (len(alone.levels), len(alone.leaves)) == (0, 24)
+    assert len(cpu_tiles.tiles_of(alone)) <= 4
+    both = build_staircase(key_start, key_end, B, cpu.LEAF_LIMITS)
+    assert both.levels[0].q_start.tolist() == [192]  # the long one has its leading rectangle
+    _assert_twins(both, 24 * 128 + 4000)
+
+
+def test_a_short_document_whose_blocks_see_the_same_needs_no_mask() -> None:
+    start, end = _documents((5, 5, 5), length=9)
+    staircase = build_staircase(start, end, B, cpu.LEAF_LIMITS)
+    assert (len(staircase.levels), len(staircase.leaves)) == (1, 0)
+    assert staircase.executed_pairs == staircase.needed_pairs
+
+
 def test_twin_equals_plain_softmax() -> None:
     start, end = _documents((2, 5), length=7)
     staircase = build_staircase(start, end, B)

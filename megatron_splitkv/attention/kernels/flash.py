@@ -12,7 +12,7 @@ into or added to their places. What it promises and what not is kept here:
 * Masked corners are too small and too many for it; `leaves` computes them.
 
 Determinism: the forward always is. The backward adds dq atomically and is not, unless
-`torch.use_deterministic_algorithms` asks for it.
+`torch.use_deterministic_algorithms` demands it (`warn_only` does not).
 
 Until a device has run it: tested against the contract of the two operations, not on a GPU.
 
