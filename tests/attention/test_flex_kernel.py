@@ -6,6 +6,7 @@ import torch
 
 from megatron_splitkv import compat
 from megatron_splitkv.attention.kernels import flex
+from megatron_splitkv.attention.merge import accumulator_dtype
 from megatron_splitkv.plan import Staircase, build_plan, build_staircase
 from megatron_splitkv.testing import relative_error
 from tests.attention.partial_truth import (
@@ -70,7 +71,8 @@ def from_tables(block_mask):
 
 
 def dense_stand_in(q, k, v, block_mask, scale):
-    """Differentiable; computes exactly the pairs of the tables."""
+    """Differentiable; exactly the pairs of the tables, in fp32 and rounded once as on a GPU."""
+    given, (q, k, v) = q.dtype, (x.to(accumulator_dtype(x.dtype)) for x in (q, k, v))
     hidden = ~from_tables(block_mask)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -78,7 +80,7 @@ def dense_stand_in(q, k, v, block_mask, scale):
     blind = hidden.all(1)[:, None]
     lse = scores.masked_fill(blind, 0.0).logsumexp(-1)
     # As the real one, it promises nothing for rows that see nothing.
-    return (scores - lse[..., None]).exp() @ v, lse
+    return ((scores - lse[..., None]).exp() @ v).to(given), lse
 
 
 @pytest.fixture

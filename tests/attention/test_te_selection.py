@@ -23,6 +23,7 @@ from megatron_splitkv.attention.kernels.rules import (
 )
 from megatron_splitkv.attention.kernels.self_test import kernel_failure
 from megatron_splitkv.attention.kernels.te import TeKernel
+from megatron_splitkv.compat import attention_functions
 from megatron_splitkv.config import KERNELS, ConfigError
 from tests.attention.thd_emulator import ThdEmulator
 
@@ -119,7 +120,7 @@ def faulty(fault: str) -> compat.FusedAttention:
     def backward(**call: Any) -> Any:
         statistics, rng_state = call["aux_ctx_tensors"]
         if fault == "own lse":
-            given = {name: call[name] for name in compat._PER_CALL}
+            given = {name: call[name] for name in attention_functions._PER_CALL}
             _, aux = right.forward(**given, rng_gen=None)
             call["aux_ctx_tensors"] = [aux[0].nan_to_num(), rng_state]
         grads = right.backward(**call)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_splitkv import compat
 from megatron_splitkv.attention.kernels.te import TeKernel
+from megatron_splitkv.compat import attention_functions
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import LeafLimits, build_staircase
 from tests.attention.te_stub import (
@@ -47,7 +48,9 @@ def signatures_of(version: str, *, without: str = "", besides: str = "") -> Simp
 @pytest.mark.parametrize("version", VERSIONS)
 def test_keywords_fit_the_signature(version: str) -> None:
     fused = compat.bind_fused_attention(signatures_of(version), DTYPES)
-    per_call = {name: name for name in compat._PER_CALL} | {"fake_dtype": torch.bfloat16}
+    per_call = {name: name for name in attention_functions._PER_CALL} | {
+        "fake_dtype": torch.bfloat16
+    }
     forward = fused.forward(**per_call, rng_gen="rng_gen")
     backward = fused.backward(
         **per_call, o="o", d_o="d_o", aux_ctx_tensors="aux", deterministic=True
@@ -86,7 +89,7 @@ def test_an_import_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def import_module(name: str) -> Any:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr(compat.importlib, "import_module", import_module)
+    monkeypatch.setattr(attention_functions.importlib, "import_module", import_module)
     with pytest.raises(ConfigError, match=r"cannot be imported: OSError.*libcudnn"):
         compat.fused_attention()
 

@@ -92,6 +92,9 @@ def test_group_cast_moves_a_seventh_of_four_documents_on_eight_ranks() -> None:
         ]
     everyone = _formula(replace(GROUPED, options=SplitKVOptions()), 8, torch.bfloat16)
     assert 7 * rows == everyone[0][2]
+    plan = GROUPED.plan(8)  # and a rank holds a quarter of the queries
+    assert {plan.query_cast(rank, "group").blocks.size for rank in range(8)} == {4}
+    assert plan.num_blocks == 16
 
 
 @pytest.mark.parametrize("strategy", ["none", "lpt", "balanced-local"])

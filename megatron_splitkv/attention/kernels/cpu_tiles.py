@@ -26,8 +26,8 @@ from megatron_splitkv.plan import Rectangles, Staircase
 
 # Query-key pairs from which a rectangle is worth a call of its own (measured, and as flat).
 VIEW_PAIRS = 32 * 1024
-# Bound on T * m * n: the mask of a batch is that many numbers, and gathered keys are a small part of
-# all keys, however far apart their queries are.
+# Bound on T * m * n: the mask of a batch is that many numbers, and the keys that it gathers are
+# few, however many each of its queries sees.
 _BATCH_PAIRS = 256 * 1024
 
 
