@@ -15,7 +15,7 @@ rank.
 
 from dataclasses import dataclass
 
-from megatron_splitkv.attention.merge import CARRIER_ELEMENTS
+from megatron_splitkv.attention.merge import PART_ELEMENTS
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.config import ConfigError
 
@@ -209,8 +209,7 @@ def _backward(s: AttentionSizes, saved: Tensors) -> dict[str, Tensors]:
     statistic = s.attended * s.heads * s.sum_itemsize
     alive = saved | _gathered(s)
     if s.options.scatter == "heads":
-        # Side by side as they travel, and once more apart.
-        alive["lse and delta"] = (2 if s.cp_size == 1 else 4) * statistic
+        alive["lse and delta"] = 2 * statistic
     else:
         alive["delta"] = statistic
     if s.cp_size > 1:
@@ -218,7 +217,7 @@ def _backward(s: AttentionSizes, saved: Tensors) -> dict[str, Tensors]:
     carrier = {"delta carrier": queries * s.itemsize}
     grad_q = {"query gradients": queries * s.sum_itemsize}
     context, own = (2 * rows * s.key_width for rows in (s.keys, s.own))
-    part = min(queries, max(CARRIER_ELEMENTS, s.query_width))
+    part = min(queries, max(PART_ELEMENTS, s.query_width))
     moments = {
         # |dO| or dO / |dO| and its square, beside dO as a sum's dtype if that is another.
         "carrier": alive
@@ -242,9 +241,11 @@ def _backward(s: AttentionSizes, saved: Tensors) -> dict[str, Tensors]:
     if s.options.scatter == "proj":
         # The product of dO and the share, and both as a sum's dtype if that is another.
         copies = 1 if s.itemsize == s.sum_itemsize else 3
-        moments["delta"] = alive | {"products": copies * queries * s.sum_itemsize}
+        moments["delta"] = alive | {"products": copies * part * s.sum_itemsize}
     if s.cp_size > 1:
-        done = alive | {"key gradients": (context + own) * s.itemsize}
+        gone = {"output gradients"} | (_gathered(s).keys() - saved.keys())
+        done = {name: size for name, size in alive.items() if name not in gone}
+        done["key gradients"] = (context + own) * s.itemsize
         if s.options.gather == "q":
             moments["return"] = done | _travelling(s, s.query_width, s.sum_itemsize)
         else:

@@ -11,8 +11,8 @@ import torch
 
 from megatron_splitkv.comm import RowExchange
 
-# Elements of dO that become their carrier at once.
-CARRIER_ELEMENTS = 1 << 22
+# Elements of dO that are copied to the accumulator dtype at once.
+PART_ELEMENTS = 1 << 22
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,13 +59,16 @@ def merge_(
 def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """delta = sum over the head width of dO * O, in the accumulator dtype.
 
-    The softmax backward needs it for the whole output, not for a rank's part of it.
+    The softmax backward needs it for the whole output, not for a rank's part of it. Made in parts
+    of the rows, as the carrier is.
 
     Shape:
         ``[R, h, d]``, ``[R, h, d]`` -> ``[R, h]``.
     """
     dtype = accumulator_dtype(grad_out.dtype)
-    return (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1)
+    rows = _rows_at_once(grad_out)
+    parts = zip(grad_out.split(rows), out.split(rows), strict=True)
+    return torch.cat([(a.to(dtype) * b.to(dtype)).sum(dim=-1) for a, b in parts])
 
 
 def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -87,11 +90,15 @@ def delta_carrier(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         ``[R, h, d]``, ``[R, h]`` -> ``[R, h, d]``.
     """
     carrier = grad_out.new_empty(grad_out.shape)
-    rows = max(1, CARRIER_ELEMENTS // max(1, grad_out[:1].numel()))
+    rows = _rows_at_once(grad_out)
     parts = zip(carrier.split(rows), grad_out.split(rows), delta.split(rows), strict=True)
     for part, part_grad_out, part_delta in parts:
         part.copy_(_carrier_rows(part_grad_out, part_delta))
     return carrier
+
+
+def _rows_at_once(x: torch.Tensor) -> int:
+    return max(1, PART_ELEMENTS // max(1, x[:1].numel()))
 
 
 def _carrier_rows(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

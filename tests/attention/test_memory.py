@@ -192,9 +192,9 @@ def test_keys_are_neither_copied_nor_repeated(cp_size: int) -> None:
 
 def test_carrier_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     grad_out, delta = torch.randn(1024, 8, 32).bfloat16(), torch.randn(1024, 8)
-    monkeypatch.setattr(merge, "CARRIER_ELEMENTS", 1 << 30)
+    monkeypatch.setattr(merge, "PART_ELEMENTS", 1 << 30)
     whole = merge.delta_carrier(grad_out, delta)
-    monkeypatch.setattr(merge, "CARRIER_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(merge, "PART_ELEMENTS", 1 << 14)
     with LiveStorages() as storages:
         storages.ignore(grad_out, delta)
         assert torch.equal(merge.delta_carrier(grad_out, delta), whole)

@@ -283,11 +283,13 @@ class _Attend(torch.autograd.Function):
         ]
         if call.own_rows is not None:
             casts.append(call.exchange.launch_cast(call.own_rows, label="q"))
-        statistics, grad_out, *again = (cast.wait() for cast in casts)
-        rows = again[0] if again else rows
-        lse, delta = statistics.transpose(0, 1).contiguous().unbind()
+        if call.own_rows is not None:
+            rows = casts.pop().wait()
+        grad_out = casts.pop().wait()
+        lse, delta = casts.pop().wait().transpose(0, 1).contiguous().unbind()
         grad_rows, *grad_keys = call.local.backward(grad_out, rows, tuple(keys), delta, lse)
-        return call.grad_of_rows(grad_rows, rows.dtype), *grad_keys, None
+        del rows, grad_out  # before what is sent takes their place
+        return call.grad_of_rows(grad_rows, out.dtype), *grad_keys, None
 
 
 class _AttendPartial(torch.autograd.Function):
@@ -315,4 +317,5 @@ class _AttendPartial(torch.autograd.Function):
             rows = call.exchange.launch_cast(call.own_rows, label="q").wait()
         delta = call.exchange.total(row_delta(grad_out, share), label="delta")
         grad_rows, *grad_keys = call.local.backward(grad_out, rows, tuple(keys), delta, lse)
-        return call.grad_of_rows(grad_rows, rows.dtype), *grad_keys, None
+        del rows
+        return call.grad_of_rows(grad_rows, share.dtype), *grad_keys, None
