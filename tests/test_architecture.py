@@ -29,10 +29,12 @@ LEVELS = {
     "bench": 7,
     "export": 7,
     "evaluate": 7,
-    "train": 7,
-    "cli": 8,
-    "pretrain_dflash": 8,
-    "__main__": 9,
+    "train": 8,
+    "doctor": 8,
+    "cli": 9,
+    "pretrain_dflash": 9,
+    "recipes": 9,
+    "__main__": 10,
 }
 WITHOUT_MEGATRON = ("config", "data", "plan", "comm", "batch", "loss", "evaluate")
 
@@ -75,6 +77,16 @@ def test_imports_go_down(path: Path) -> None:
 def test_only_the_rooms_that_need_it_import_megatron(path: Path) -> None:
     if room_of(path) in WITHOUT_MEGATRON:
         assert not [n for n in imported_modules(path) if n.split(".")[0] == "megatron"], path
+
+
+def test_only_recipes_and_one_file_of_export_import_bridge() -> None:
+    importers = {
+        path
+        for path in sources()
+        if any(name.startswith("megatron.bridge") for name in imported_modules(path))
+    }
+    elsewhere = {path for path in importers if room_of(path) != "recipes"}
+    assert elsewhere == {PACKAGE / "export" / "bridge.py"}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))

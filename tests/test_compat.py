@@ -9,24 +9,25 @@ from typing import Any
 import pytest
 
 from megatron_splitkv import compat
+from megatron_splitkv.compat import distributed_optimizer, environment
 from megatron_splitkv.config import ConfigError
 
 
 @pytest.mark.parametrize("version", ["0.18.2", "0.18.3rc1", "0.19.2", "0.19.2+abc", "0.19.9"])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(compat, "megatron_core_version", lambda: version)
+    monkeypatch.setattr(environment, "megatron_core_version", lambda: version)
     compat.check_environment()
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.1", "0.20.0", "0.20rc0", "1.0", "nonsense"])
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(compat, "megatron_core_version", lambda: version)
+    monkeypatch.setattr(environment, "megatron_core_version", lambda: version)
     with pytest.raises(ConfigError, match=rf"{version} is not supported.*>= 0\.18\.2, < 0\.20"):
         compat.check_environment()
 
 
 def test_a_missing_megatron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "megatron_core_version", lambda: None)
+    monkeypatch.setattr(environment, "megatron_core_version", lambda: None)
     with pytest.raises(ConfigError, match="megatron-core is not installed"):
         compat.check_environment()
 
@@ -132,3 +133,39 @@ def test_pretrain_is_called_right_in_both_forms(
 def test_an_unknown_pretrain_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"_pretrain_unknown.*lacks.*model_provider.*builder"):
         _run(monkeypatch, _pretrain_unknown)
+
+
+@pytest.mark.parametrize("has_fused_adam", [False, True])
+def test_the_distributed_optimizer_is_mended_where_it_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, has_fused_adam: bool
+) -> None:
+    """What each mend does is tested on ranks, in `distributed/test_layouts_checkpoint.py`."""
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    upstream = importlib.import_module(
+        "megatron.core.optimizer.distrib_optimizer"
+    ).DistributedOptimizer
+    monkeypatch.setattr(optimizers, "DistributedOptimizer", upstream)
+    monkeypatch.setattr(optimizers, "USING_PYTORCH_OPTIMIZER", not has_fused_adam)
+    compat.mend_distributed_optimizer()
+    mended = optimizers.DistributedOptimizer
+    assert issubclass(mended, upstream)
+    assert "sharded_param_state_fully_reshardable" in vars(mended) or not has_fused_adam
+    assert (mended.load_state_dict is upstream.load_state_dict) == has_fused_adam
+    compat.mend_distributed_optimizer()
+    assert optimizers.DistributedOptimizer is mended
+
+
+def test_a_release_without_the_fault_of_padded_buckets_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    upstream = importlib.import_module(
+        "megatron.core.optimizer.distrib_optimizer"
+    ).DistributedOptimizer
+    monkeypatch.setattr(optimizers, "DistributedOptimizer", upstream)
+    monkeypatch.setattr(optimizers, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(distributed_optimizer.inspect, "getsource", lambda _: "return state")
+    distributed_optimizer._mended.cache_clear()
+    compat.mend_distributed_optimizer()
+    distributed_optimizer._mended.cache_clear()
+    assert optimizers.DistributedOptimizer is upstream

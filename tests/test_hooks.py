@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training import arguments
 
 import megatron_splitkv
-from megatron_splitkv import compat, hooks
+from megatron_splitkv import hooks
 from megatron_splitkv.attention import SplitKVCoreAttention
+from megatron_splitkv.compat import environment
 from megatron_splitkv.config import ConfigError
 from tests import stock_layer
 
@@ -178,7 +179,7 @@ def test_latent_attention_is_refused(cp_comm_type: Any) -> None:
 
 
 def test_an_unknown_version_is_refused_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "megatron_core_version", lambda: "0.20.0")
+    monkeypatch.setattr(environment, "megatron_core_version", lambda: "0.20.0")
     with pytest.raises(ConfigError, match=r"0\.20\.0 is not supported"):
         megatron_splitkv.enable()
     assert are_original()

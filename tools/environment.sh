@@ -1,5 +1,8 @@
-# Sourced by the scripts beside it: makes .venv ready and exports PYTHON.
-# Quick when nothing changed: a stamp remembers what the environment was made from.
+# Sourced by the scripts beside it: makes .venv ready and sets PYTHON, on request also the light
+# environment with the oldest supported megatron-core, and sets OLDEST_PYTHON.
+# Quick when nothing changed: a stamp remembers what an environment was made from.
+
+OLDEST_MEGATRON_CORE=0.18.2
 
 find_python() {
   local candidate
@@ -37,5 +40,36 @@ prepare_environment() {
     "$PYTHON" -m pip download -qq --no-deps --only-binary=:all: -d .venv/te-wheels \
       "transformer_engine==$version" || return 1
   done
+  # The wheel of the oldest Megatron: the second environment and the tests of patches unpack it.
+  "$PYTHON" -m pip download -qq --no-deps --only-binary=:all: -d .venv/wheels \
+    "megatron-core==$OLDEST_MEGATRON_CORE" || return 1
   echo "$wanted" > "$stamp"
+}
+
+# Everything of .venv, with the oldest megatron-core in front of its own: 18 MB and some seconds.
+prepare_oldest_environment() {
+  local folder=".venv-$OLDEST_MEGATRON_CORE" site base found
+  prepare_environment || return 1
+  OLDEST_PYTHON="$folder/bin/python"
+  if [ ! -f "$folder/.made" ] || [ "$folder/.made" -ot .venv/.made-from ]; then
+    rm -rf "$folder"
+    # Of the interpreter that .venv was made with: a link to a link would find .venv's packages.
+    "$("$PYTHON" -c 'import sys; print(sys._base_executable)')" -m venv --without-pip "$folder" \
+      || return 1
+    base="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    site="$("$OLDEST_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    # Not by pip install alone: pip would see .venv's megatron-core and take it for installed.
+    "$PYTHON" -m pip install -qq --no-deps --no-index --find-links .venv/wheels --target "$site" \
+      "megatron-core==$OLDEST_MEGATRON_CORE" || return 1
+    # After $site on the path, its .pth files (this package, editable) included.
+    echo "import site; site.addsitedir('$base')" > "$site/of-venv.pth"
+    touch "$folder/.made"
+  fi
+  found="$("$OLDEST_PYTHON" -c 'import importlib.util as u; print(u.find_spec("megatron.core").origin)')" \
+    || return 1
+  case "$found" in
+    */"$folder"/*) ;;
+    *) echo "$folder imports megatron-core from $found, not its own $OLDEST_MEGATRON_CORE" >&2
+       return 1 ;;
+  esac
 }

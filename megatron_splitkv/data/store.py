@@ -169,14 +169,26 @@ class FeatureStore:
         Raises:
             ConfigError: the store was written without them.
         """
+        tensors = safetensors.torch.load_file(self.path / self._frozen_entry()["file"])
+        embedding = tensors[EMBEDDING_KEY]
+        return embedding, tensors.get(HEAD_KEY, embedding)
+
+    def check_frozen(self) -> None:
+        """Compare the content of the frozen embedding and head with the index.
+
+        Raises:
+            ConfigError: they are corrupted, or the store was written without them.
+        """
+        entry = self._frozen_entry()
+        self._check_file(entry["file"], entry["bytes"], entry["sha256"], "full")
+
+    def _frozen_entry(self) -> dict[str, Any]:
         if self._frozen is None:
             raise ConfigError(
                 f"{self.path} holds no target embedding and head; a training store from "
                 "`splitkv prepare` does"
             )
-        tensors = safetensors.torch.load_file(self.path / self._frozen["file"])
-        embedding = tensors[EMBEDDING_KEY]
-        return embedding, tensors.get(HEAD_KEY, embedding)
+        return self._frozen
 
     def close(self) -> None:
         """Close the shard files that are open."""

@@ -56,7 +56,7 @@ def check_transformer_config(config: TransformerConfig, dflash: DFlashConfig) ->
             )
     requirements = {
         "pipeline_model_parallel_size": (1, "a drafter is a few layers: use tensor parallelism"),
-        "sequence_parallel": (False, "context parallelism already splits the rows"),
+        "sequence_parallel": (False, "context parallelism splits the rows everywhere"),
         "attention_dropout": (0.0, "split-KV attention has no dropout"),
         "fp32_residual_connection": (False, "the residual stays in the parameters' dtype"),
         "layernorm_zero_centered_gamma": (False, "exported norms have plain weights"),

@@ -12,6 +12,7 @@ import enum
 import os
 import pickle
 import warnings
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -85,6 +86,26 @@ class TensorReader(dcp.FileSystemReader):
                     "iteration"
                 ) from error
         return values
+
+    def check_files(self) -> None:
+        """Refuse data files that are missing or shorter than the table says.
+
+        Raises:
+            ConfigError: naming the file.
+        """
+        ends: dict[str, int] = {}
+        for stored in self._metadata.storage_data.values():
+            end = stored.offset + stored.length
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), end)
+        for name, end in ends.items():
+            file = Path(self.path) / name
+            if not file.is_file():
+                raise ConfigError(f"{file} is missing although the checkpoint's table lists it")
+            size = file.stat().st_size
+            if size < end:
+                raise ConfigError(
+                    f"{file} has {size} bytes, the checkpoint's table needs {end}: it is truncated"
+                )
 
     def _read_table(self) -> Metadata:
         path = self._get_metadata_path()

@@ -19,12 +19,12 @@ import torch
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter.config import DFlashConfig
 
-_MODEL = {
+MODEL_NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "hidden_norm.weight",
     "decoder.final_layernorm.weight": "norm.weight",
 }
-_LAYER = {
+LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_q.weight": "self_attn.q_proj.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
@@ -33,10 +33,10 @@ _LAYER = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-_LINEAR_KV = "self_attention.linear_kv.weight"
-_KEY_VALUE = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
-_LINEAR_FC1 = "mlp.linear_fc1.weight"
-_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+LINEAR_KV = "self_attention.linear_kv.weight"
+KEY_VALUE = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
+LINEAR_FC1 = "mlp.linear_fc1.weight"
+GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 
 def to_zlab(tensors: Mapping[str, torch.Tensor], config: DFlashConfig) -> dict[str, torch.Tensor]:
@@ -56,11 +56,11 @@ def to_zlab(tensors: Mapping[str, torch.Tensor], config: DFlashConfig) -> dict[s
     groups = (config.num_key_value_heads, 2, config.head_dim, config.hidden_size)
     zlab = {theirs: tensors[ours] for ours, theirs in _renamed(config)}
     for megatron_layer, layer in _layers(config):
-        by_group = tensors[megatron_layer + _LINEAR_KV].view(groups)
-        for kind, name in enumerate(_KEY_VALUE):
+        by_group = tensors[megatron_layer + LINEAR_KV].view(groups)
+        for kind, name in enumerate(KEY_VALUE):
             zlab[layer + name] = by_group[:, kind].flatten(0, 1)
-        halves = tensors[megatron_layer + _LINEAR_FC1].chunk(2)
-        zlab.update(zip((layer + name for name in _GATE_UP), halves, strict=True))
+        halves = tensors[megatron_layer + LINEAR_FC1].chunk(2)
+        zlab.update(zip((layer + name for name in GATE_UP), halves, strict=True))
     return {name: zlab[name].contiguous() for name in zlab_shapes(config)}
 
 
@@ -78,10 +78,10 @@ def from_zlab(tensors: Mapping[str, torch.Tensor], config: DFlashConfig) -> dict
     per_group = (config.num_key_value_heads, config.head_dim, config.hidden_size)
     megatron = {ours: tensors[theirs] for ours, theirs in _renamed(config)}
     for megatron_layer, layer in _layers(config):
-        key, value = (tensors[layer + name].view(per_group) for name in _KEY_VALUE)
-        megatron[megatron_layer + _LINEAR_KV] = torch.stack([key, value], dim=1).flatten(0, 2)
-        halves = [tensors[layer + name] for name in _GATE_UP]
-        megatron[megatron_layer + _LINEAR_FC1] = torch.cat(halves)
+        key, value = (tensors[layer + name].view(per_group) for name in KEY_VALUE)
+        megatron[megatron_layer + LINEAR_KV] = torch.stack([key, value], dim=1).flatten(0, 2)
+        halves = [tensors[layer + name] for name in GATE_UP]
+        megatron[megatron_layer + LINEAR_FC1] = torch.cat(halves)
     return {name: megatron[name].contiguous() for name in megatron_shapes(config)}
 
 
@@ -91,8 +91,8 @@ def megatron_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     shapes = {ours: zlab[theirs] for ours, theirs in _renamed(config)}
     kv_rows = 2 * config.num_key_value_heads * config.head_dim
     for layer, _ in _layers(config):
-        shapes[layer + _LINEAR_KV] = (kv_rows, config.hidden_size)
-        shapes[layer + _LINEAR_FC1] = (2 * config.ffn_hidden_size, config.hidden_size)
+        shapes[layer + LINEAR_KV] = (kv_rows, config.hidden_size)
+        shapes[layer + LINEAR_FC1] = (2 * config.ffn_hidden_size, config.hidden_size)
     return shapes
 
 
@@ -158,9 +158,9 @@ def _layers(config: DFlashConfig) -> Iterator[tuple[str, str]]:
 
 def _renamed(config: DFlashConfig) -> Iterator[tuple[str, str]]:
     """Names of the tensors that are the same in both layouts."""
-    yield from _MODEL.items()
+    yield from MODEL_NAMES.items()
     for megatron_layer, layer in _layers(config):
-        for ours, theirs in _LAYER.items():
+        for ours, theirs in LAYER_NAMES.items():
             yield megatron_layer + ours, layer + theirs
 
 

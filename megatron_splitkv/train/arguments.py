@@ -50,6 +50,9 @@ _DRAFTER_DEFAULTS: dict[str, Any] = {
     "dataloader_type": "single",
     # Megatron would run suspicious steps twice; the check for NaN stays.
     "rerun_mode": "disabled",
+    # The other format of a distributed optimizer's checkpoint loads at another data-parallel size,
+    # but at no other tensor-parallel size.
+    "dist_ckpt_optim_fully_reshardable": True,
 }
 
 _CPU_DEFAULTS: dict[str, Any] = {
@@ -63,6 +66,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "apply_rope_fusion": False,
     "no_persist_layer_norm": True,
+    "async_strategy": "mcore",  # of --async-save; the other one is made for GPUs
     "num_workers": 0,  # loader processes would take the cores from the ranks
 }
 

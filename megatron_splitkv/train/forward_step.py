@@ -1,7 +1,8 @@
 """One micro-batch through the drafter, and what the log says about it: Megatron's forward step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,12 @@ class ForwardStep:
     - ``plan imbalance``: largest work of a rank over the mean, minus one.
     - ``bytes per layer``: what a rank sends in one layer, forward and backward.
 
+    Args:
+        timers: returns Megatron's timers; by default its global ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timers: Callable[[], Any] = get_timers) -> None:
+        self._timers = timers
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._meter = CommMeter()
         self._meter.__enter__()  # for as long as the process trains
@@ -46,7 +50,7 @@ class ForwardStep:
         Returns:
             This rank's loss, and the function that gives Megatron (loss, token count, report).
         """
-        timers = get_timers()
+        timers = self._timers()
         timers("batch-generator", log_level=2).start()
         batch, arrays = split_batch(next(data_iterator))
         plan = ContextPlan.from_arrays(arrays)

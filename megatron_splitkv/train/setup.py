@@ -18,6 +18,7 @@ from megatron_splitkv.drafter.transformer_config import check_transformer_config
 from megatron_splitkv.loss import check_token_count
 from megatron_splitkv.train.arguments import add_arguments, complete_arguments
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
+from megatron_splitkv.train.resume import check_resumable
 from megatron_splitkv.train.validate import (
     check_against_store,
     check_arguments,
@@ -64,9 +65,12 @@ def prepare_training() -> TrainingSetup:
     enable_cpu_mode()
     compat.skip_missing_dataset_helpers()
     compat.leave_out_gpt_estimates()
+    compat.mend_distributed_optimizer()
 
     check_arguments(args)
     store = open_store(args.feature_store, args.verify_feature_store)
+    # No checkpoint holds them, so nothing else notices when they are not what was trained with.
+    store.check_frozen()
     valid_store = None
     if args.valid_feature_store is not None:
         valid_store = open_store(args.valid_feature_store, args.verify_feature_store)
@@ -88,6 +92,7 @@ def prepare_training() -> TrainingSetup:
     for option, folder in (("--load", args.load), ("--save", args.save)):
         if folder is not None:
             check_checkpoint_folder(option, folder, dflash, store.meta.target)
+    check_resumable(args)
     if args.save is not None:
         check_writable("--save", args.save)
     if args.save is not None and args.rank == 0:

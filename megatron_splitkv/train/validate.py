@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron_splitkv import compat
 from megatron_splitkv.config import (
     CP_COMM_TYPES,
     KERNELS,
@@ -20,6 +19,7 @@ from megatron_splitkv.config import (
 )
 from megatron_splitkv.data.meta import StoreMeta, check_mask_token
 from megatron_splitkv.train.arguments import splitkv_options
+from megatron_splitkv.train.unsupported import check_unsupported
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -49,10 +49,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     require_choice("--ckpt-format", args.ckpt_format, ("torch_dist",))
     require_choice("--optimizer", args.optimizer, ("adam", "sgd"))
     require_choice("--position-embedding-type", args.position_embedding_type, ("none",))
+    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--distributed-backend nccl needs a GPU; drop it, gloo is the default")
     check_cp_comm_type(args.cp_comm_type, args.num_layers)
     _check_sizes(args)
     _check_parallelism(args)
-    _check_unsupported(args)
+    check_unsupported(args)
 
 
 def check_cp_comm_type(cp_comm_type: Sequence[str], num_layers: int) -> None:
@@ -122,17 +124,6 @@ def _check_warm_up(args: argparse.Namespace) -> None:
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
-    if args.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: "
-            "every layer of a drafter reads the context; use 1 and scale with "
-            "--context-parallel-size or --tensor-model-parallel-size"
-        )
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        raise ConfigError(
-            "--sequence-parallel is not supported: context parallelism already splits the rows; "
-            "drop it"
-        )
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     if args.world_size % (tp * cp):
         raise ConfigError(
@@ -144,43 +135,6 @@ def _check_parallelism(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--seq-length {args.seq_length} is not a multiple of 2 x --context-parallel-size = "
             f"{2 * cp}, as Megatron demands; a multiple of 24 serves every size from 1 to 4"
-        )
-
-
-def _check_unsupported(args: argparse.Namespace) -> None:
-    for option, value in (
-        ("--attention-dropout", args.attention_dropout),
-        ("--hidden-dropout", args.hidden_dropout),
-    ):
-        if value > 0:
-            raise ConfigError(f"{option} {value} is not supported; drop it, or use 0")
-    for option, value in (
-        ("--multi-latent-attention", args.multi_latent_attention),
-        ("--num-experts", args.num_experts),
-        ("--mtp-num-layers", args.mtp_num_layers),
-        ("--hybrid-context-parallel", args.hybrid_context_parallel),
-        ("--use-checkpoint-args", args.use_checkpoint_args),
-        ("--data-path", args.data_path),
-        ("--mock-data", args.mock_data),
-    ):
-        if value:
-            raise ConfigError(f"{option} is not supported for a drafter; drop it")
-    if args.full_validation:
-        raise ConfigError(
-            "--full-validation is not supported; drop it: an evaluation is one pass over the "
-            "validation store unless --eval-iters says otherwise"
-        )
-    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("--distributed-backend nccl needs a GPU; drop it, gloo is the default")
-    if args.log_throughput:
-        raise ConfigError(
-            "--log-throughput is not supported: it counts the FLOPs of a GPT, not of a drafter; "
-            "drop it"
-        )
-    if args.use_distributed_optimizer and not compat.has_fused_optimizers():
-        raise ConfigError(
-            "--use-distributed-optimizer needs Transformer Engine or apex: on torch's Adam it "
-            "loads checkpoints wrongly; drop it, or install one of them"
         )
 
 

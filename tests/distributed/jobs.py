@@ -1,12 +1,13 @@
 """Whole training jobs: torchrun, the real entry point, and what they logged."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,7 @@ def run_job(
         num_ranks: processes.
         argv: arguments of the script.
         program: the script as torchrun takes it, a file or ``-m`` and a module.
-        timeout: seconds until the job counts as hung; its process group is ended then.
+        timeout: seconds until the job counts as hung; its processes are ended then.
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -57,7 +58,10 @@ def run_job(
     try:
         output, _ = process.communicate(timeout=timeout)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        # torchrun gives its ranks sessions of their own: they would outlive it, and hold the pipe.
+        for rank in psutil.Process(process.pid).children(recursive=True):
+            rank.kill()
+        process.kill()
         output, _ = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise AssertionError(f"the job hung for {timeout:g} s\n{output[-6000:]}") from None

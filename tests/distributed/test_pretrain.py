@@ -137,20 +137,34 @@ def test_resume_at_another_layout_goes_on_alike(
             assert value == pytest.approx(uninterrupted.log[name][step], rel=2e-5), (name, step)
 
 
-def test_tensor_parallel_training_starts_and_goes_alike(
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def test_a_distributed_optimizer_saves_on_the_side_and_resumes_elsewhere(
     uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
+    """tp 2 x cp 2 for three steps, dp 2 x cp 2 and evaluation at another batch size for three."""
+    common = (*uninterrupted.arguments, "--context-parallel-size", "2", *DISTRIBUTED)
+    checkpoints = str(tmp_path / "checkpoints")
     run_job(
         4,
         [
-            *(*uninterrupted.arguments, "--tensor-model-parallel-size", "2"),
-            *("--context-parallel-size", "2", "--tensorboard-dir", str(tmp_path)),
-            *("--exit-interval", "3"),
+            *(*common, "--tensor-model-parallel-size", "2", "--exit-interval", "3"),
+            *("--save", checkpoints, "--async-save", "--tensorboard-dir", str(tmp_path / "first")),
         ],
     ).check()
-    log = logged(tmp_path)
+    run_job(
+        4,
+        [
+            *(*common, "--load", checkpoints, "--eval-global-batch-size", "4"),
+            *("--tensorboard-dir", str(tmp_path / "second")),
+        ],
+    ).check()
+    first, second = logged(tmp_path / "first"), logged(tmp_path / "second")
+    assert sorted(first["drafter loss"]) == [1, 2, 3]
+    assert sorted(second["drafter loss"]) == [4, 5, 6]
     for name in COMPARED:
-        for step, value in log[name].items():
+        for step, value in [*first[name].items(), *second[name].items()]:
             assert value == pytest.approx(uninterrupted.log[name][step], rel=2e-5), (name, step)
 
 

@@ -1,5 +1,6 @@
 """A tiny drafter, packs with every awkward property, and one training step on gloo ranks."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ def parallel_state(tp: int, cp: int) -> Iterator[None]:
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    # What an earlier call left in cycles (hooks, optimizers) holds groups, and each holds threads.
+    gc.collect()
     groups = dist.distributed_c10d._world.pg_map
     before = set(groups)
     with cpu_mode():
@@ -223,8 +226,12 @@ def unwrapped(ddp: Any) -> Any:
     return getattr(ddp.module, "module", ddp.module)
 
 
-def run_schedule(ddp: Any, samples: Sequence[Sample]) -> StepResult:
-    """Forward and backward of a global batch; gradients stay in the model's buffers."""
+def run_schedule(ddp: Any, samples: Sequence[Sample], *, gradients: bool = True) -> StepResult:
+    """Forward and backward of a global batch; gradients stay in the model's buffers.
+
+    A distributed optimizer leaves each rank whole sums of its own share of them only: then they
+    are not to be returned.
+    """
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -254,12 +261,13 @@ def run_schedule(ddp: Any, samples: Sequence[Sample]) -> StepResult:
         dist.all_reduce(pair, group=group)
     numerator, count = summed["lm loss"].tolist()
     join = partial(join_tp, group=state.get_tensor_model_parallel_group())
+    parameters = dict(model.named_parameters()) if gradients else {}
     return StepResult(
         loss=numerator / count,
         count=count,
         report={name: pair.tolist() for name, pair in summed.items()},
-        gradients={name: join(p, p.main_grad) for name, p in model.named_parameters()},
-        weights={name: join(p, p.detach().clone()) for name, p in model.named_parameters()},
+        gradients={name: join(p, p.main_grad) for name, p in parameters.items()},
+        weights={name: join(p, p.detach().clone()) for name, p in parameters.items()},
     )
 
 

@@ -13,6 +13,7 @@ from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder
 from megatron_splitkv.train.setup import TrainingSetup, prepare_training
 from tests.train.launches import TINY_DRAFTER, make_store
+from tests.train.test_resume import write_checkpoint
 
 
 @pytest.fixture
@@ -84,6 +85,39 @@ def test_bad_launches_are_refused_before_anything_is_written(
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ckpt").exists()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("verify", ["auto", "size"])
+def test_a_corrupted_embedding_is_named_however_the_store_is_verified(
+    monkeypatch: pytest.MonkeyPatch, store: Path, verify: str
+) -> None:
+    """Checkpoints do not hold it: a run would go on with another target's numbers."""
+    frozen = store / "target_frozen.safetensors"
+    content = bytearray(frozen.read_bytes())
+    content[-1] ^= 1
+    frozen.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"target_frozen\.safetensors is corrupted"):
+        _prepare(monkeypatch, store, "--verify-feature-store", verify)
+
+
+def test_an_error_is_not_hidden_behind_megatrons_list_of_arguments(
+    monkeypatch: pytest.MonkeyPatch, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="global batch of 3000000 packs"):
+        _prepare(monkeypatch, store, "--global-batch-size", "3000000")
+    assert "end of arguments" not in capsys.readouterr().out
+    _prepare(monkeypatch, store)
+    assert capsys.readouterr().out.count("end of arguments") == 1
+
+
+def test_a_damaged_checkpoint_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ckpt"
+    _prepare(monkeypatch, store, "--save", str(folder))
+    write_checkpoint(folder).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"--load .*__0_0\.distcp .*truncated"):
+        _prepare(monkeypatch, store, "--load", str(folder))
 
 
 def test_documents_to_validate_on_must_fit_a_pack_too(

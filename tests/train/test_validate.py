@@ -31,6 +31,7 @@ def _parse(*argv: str, world_size: int = 1) -> argparse.Namespace:
 def test_a_good_launch_passes() -> None:
     check_arguments(_parse("--context-parallel-size", "4", world_size=4))
     check_arguments(_parse("--cp-comm-type", "splitkv", "splitkv"))
+    check_arguments(_parse("--use-distributed-optimizer", "--overlap-grad-reduce"))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,24 @@ def test_a_good_launch_passes() -> None:
         (["--context-parallel-size", "2"], "1 ranks .*groups of 1 x 2"),
         (["--full-validation"], "--full-validation .*one pass"),
         (["--log-throughput"], "--log-throughput .*GPT"),
-        (["--use-distributed-optimizer"], "--use-distributed-optimizer needs"),
-        (["--num-experts", "2"], "--num-experts is not supported"),
+        (
+            ["--use-distributed-optimizer", "--optimizer", "sgd"],
+            "--use-distributed-optimizer cannot split --optimizer sgd",
+        ),
+        (["--use-precision-aware-optimizer"], "--use-precision-aware-optimizer needs Transformer"),
+        (["--fp8-format", "hybrid"], "--fp8-format hybrid is not supported: .*--bf16"),
+        (["--fp4-format", "e2m1"], "--fp4-format e2m1 is not supported"),
+        (["--fp16"], "--fp16 is not supported: .*--bf16"),
+        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local is not supported: .*shapes"),
+        (["--enable-cuda-graph"], "cuda-graph.* is not supported"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp is not supported: .*distributed-optimizer"),
+        (["--use-torch-fsdp2"], "--use-torch-fsdp2 is not supported"),
+        (["--num-distributed-optimizer-instances", "2"], "--num-distributed-optimizer-instances 2"),
+        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload is not supported"),
+        (["--expert-model-parallel-size", "2"], "--expert-model-parallel-size 2 .*dense"),
+        (["--mtp-num-layers", "1"], "--mtp-num-layers 1 is not supported"),
+        (["--data-path", "a", "b"], "--data-path a b is not supported: .*--feature-store"),
+        (["--num-experts", "2"], "--num-experts 2 is not supported: .*dense"),
         (["--use-checkpoint-args"], "--use-checkpoint-args is not supported"),
         (["--dataloader-type", "cyclic"], "--dataloader-type 'cyclic'"),
         (["--ckpt-format", "torch"], "--ckpt-format 'torch' .*torch_dist"),

@@ -1,0 +1,144 @@
+"""A drafter's whole Megatron-Bridge configuration, with the checks that join its parts.
+
+Bridge calls `validate` on every rank before the first collective: what a user has to mend is
+refused there, whatever script called Bridge's ``pretrain()``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.common_utils import get_rank_safe
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+
+from megatron_splitkv.config import ConfigError, require_choice
+from megatron_splitkv.data.packing import PackedEpochs
+from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.loss import check_token_count
+from megatron_splitkv.recipes.data import FeatureStoreProvider
+from megatron_splitkv.recipes.model import DFlashModelConfig
+from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
+from megatron_splitkv.train.setup import check_writable
+
+# A saved configuration names our classes, and Bridge builds only what is allowed.
+register_allowed_target_prefix("megatron_splitkv.")
+
+
+@dataclass(kw_only=True)
+class DFlashConfigContainer(ConfigContainer):
+    """Bridge's `ConfigContainer` of a drafter.
+
+    Args:
+        model: the drafter.
+        dataset: its feature stores.
+        validation: Bridge's; ``eval_iters`` None is one pass over the held-out packs.
+    """
+
+    model: DFlashModelConfig
+    dataset: FeatureStoreProvider
+
+    def validate(self) -> None:
+        """Open the stores, check the parts against one another, then let Bridge check.
+
+        Rank 0 leaves ``drafter_config.json`` in ``checkpoint.save``, where `splitkv export` looks
+        for it.
+
+        Raises:
+            ConfigError: anything that the user has to mend.
+        """
+        require_choice("checkpoint.ckpt_format", self.checkpoint.ckpt_format, ("torch_dist",))
+        for name, value in (
+            ("train.micro_batch_size", self.train.micro_batch_size),
+            ("validation.eval_micro_batch_size", self.validation.eval_micro_batch_size),
+        ):
+            if value not in (None, 1):
+                raise ConfigError(
+                    f"{name} {value} is not supported: a micro-batch is one pack of documents; use "
+                    "1 and raise model.seq_length or train.global_batch_size"
+                )
+        store, valid_store = self.dataset.open()
+        self._check_against(store)
+        for documents in (store, valid_store):
+            if documents is not None:  # packing refuses documents that are longer than a pack
+                PackedEpochs(documents.lengths, self.model.seq_length, self.dataset.seed)
+        self._complete_evaluation(valid_store)
+        self._check_by_bridge()
+
+        dflash, target = self.model.dflash, store.meta.target
+        for name in ("load", "save"):
+            folder = getattr(self.checkpoint, name)
+            if folder is not None:
+                check_checkpoint_folder(f"checkpoint.{name}", folder, dflash, target)
+        if self.checkpoint.save is not None:
+            check_writable("checkpoint.save", self.checkpoint.save)
+            if get_rank_safe() == 0:
+                write_drafter_config(self.checkpoint.save, dflash, target)
+        self.model.use(store, self.rng.seed)
+        self.dataset.draw_for(
+            dflash,
+            self.model.seq_length,
+            self.validation.eval_iters * self.validation.eval_global_batch_size,
+        )
+
+    def _check_against(self, store: FeatureStore) -> None:
+        """Refuse a drafter that is not for the store's target."""
+        target, dflash = store.meta.target, self.model.dflash
+        for name, value, wanted in (
+            ("hidden_size", dflash.hidden_size, target.hidden_size),
+            ("vocab_size", dflash.vocab_size, target.vocab_size),
+            ("num_target_layers", dflash.num_target_layers, target.num_layers),
+            ("target_layer_ids", dflash.target_layer_ids, store.meta.target_layer_ids),
+        ):
+            if value != wanted:
+                raise ConfigError(
+                    f"model.{name} is {value}, {self.dataset.feature_store} (target "
+                    f"{target.id!r}) has {wanted}; choose the recipe of that target, or change it"
+                )
+        blocks_per_token = float(
+            (np.minimum(self.dataset.num_anchors, store.lengths) / store.lengths).max()
+        )
+        check_token_count(
+            int(blocks_per_token * self.model.seq_length),
+            dflash.block_size,
+            dflash.loss_decay_gamma,
+            self.train.global_batch_size,
+        )
+
+    def _complete_evaluation(self, valid_store: FeatureStore | None) -> None:
+        validation = self.validation
+        if validation.eval_global_batch_size is None:
+            validation.eval_global_batch_size = self.train.global_batch_size
+        if valid_store is None:
+            validation.eval_iters = 0
+        elif validation.eval_iters is None:
+            packs = PackedEpochs(
+                valid_store.lengths, self.model.seq_length, self.dataset.seed
+            ).num_packs(0)
+            validation.eval_iters = -(-packs // validation.eval_global_batch_size)
+
+    def get_data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model among the ranks; Bridge asks before all else.
+
+        Args:
+            world_size: ranks of the job.
+
+        Raises:
+            ConfigError: the ranks cannot be split so.
+        """
+        ranks = self.model.tensor_model_parallel_size * self.model.context_parallel_size
+        if world_size % ranks:
+            raise ConfigError(
+                f"{world_size} ranks cannot be split into groups of {ranks} "
+                "(model.tensor_model_parallel_size x model.context_parallel_size); start a "
+                f"multiple of {ranks}"
+            )
+        return world_size // ranks
+
+    def _check_by_bridge(self) -> None:
+        try:
+            super().validate()
+        except ConfigError:
+            raise
+        except (AssertionError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"Megatron-Bridge refuses the configuration: {reason}") from error
