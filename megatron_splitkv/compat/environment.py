@@ -41,7 +41,10 @@ def megatron_core_version() -> str | None:
     """The version of the megatron-core that would be imported, None if there is none."""
     try:
         return str(importlib.import_module("megatron.core").__version__)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        # Anything else that is missing is another package's fault, and its name says which.
+        if error.name not in ("megatron", "megatron.core"):
+            raise
         return None
 
 
