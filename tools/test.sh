@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # on, and a stock GPT job. All else does not know which Megatron is installed.
 WITH_OLDEST=(
   tests/test_versions.py tests/test_compat.py tests/test_hooks.py tests/test_cpu.py
-  tests/distributed/test_drafter_step.py tests/distributed/test_drafter_checkpoint.py
+  tests/distributed/test_drafter_step.py tests/distributed/test_layouts_checkpoint.py
   tests/distributed/test_general_attention.py tests/distributed/test_cp_comm_type.py
   tests/distributed/test_pretrain.py::test_a_run_logs_what_it_should
   tests/distributed/test_pretrain.py::test_resume_at_the_same_layout_is_bitwise

@@ -17,6 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
+from megatron_splitkv import compat
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.config import KERNELS, ConfigError, require_choice
 from megatron_splitkv.data.store import FeatureStore
@@ -236,6 +237,7 @@ class DFlashModelBuilder(ModelBuilder[DFlashModel, DFlashModelConfig]):
                 "or call use(store, seed) on its configuration"
             )
         embedding, head = config._store.frozen()
+        compat.mend_distributed_optimizer()  # before Bridge builds one for this model
         return DFlashModel(
             config.transformer,
             config.dflash,
