@@ -26,7 +26,7 @@ class Flight:
         exchange: the routes.
         label: name of the rows for the meter; gradients are ``grad_`` and it.
         wire_dtype: dtype in which partial gradients travel.
-        keep_own: keep `own`, without its history, for whoever casts it again in backward.
+        keep_own: hand out `own`, without its history, to whoever casts it again in backward.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Flight:
         self.label = label
         self.wire_dtype = wire_dtype
         self.dtype = own.dtype
-        self.own = own.detach() if keep_own else None
+        self._own = own.detach() if keep_own else None
         self._cast: Pending | None = None
         self._return: Pending | None = None
         self._buffer: torch.Tensor | None = _Launch.apply(own, self)
@@ -53,16 +53,20 @@ class Flight:
         Shape:
             ``[A, ...]``.
         """
-        rows: torch.Tensor = _Land.apply(self.take(), self)
+        rows: torch.Tensor = _Land.apply(self.take()[0], self)
         return rows
 
     # For autograd nodes that use the rows themselves.
 
-    def take(self) -> torch.Tensor:
-        """The tensor that will hold the attended rows; given away once, and kept by the taker."""
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tensor that will hold the attended rows, and the own rows if they are kept.
+
+        Given away once: what a node saves it saves through autograd, not here.
+        """
         buffer, self._buffer = self._buffer, None
+        own, self._own = self._own, None
         assert buffer is not None, "these rows have landed before"
-        return buffer
+        return buffer, own
 
     def wait(self) -> torch.Tensor:
         """The attended rows."""

@@ -18,7 +18,7 @@ Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | Non
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Both kinds of a rank's keys behind one kernel.
+    """Both kinds of a rank's keys behind one kernel, in the precision of its inputs: no autocast.
 
     Args:
         kernel: computes each kind.
@@ -41,6 +41,10 @@ class LocalAttention:
             rows ``[A, n_q, d]``, keys ``[S_p, n_kv, d]`` and ``[Q_p, n_kv, d]`` ->
             ``[A, n_q, d]``, ``[A, n_q]``, in the accumulator dtype.
         """
+        with torch.autocast(rows.device.type, enabled=False):
+            return self._forward(rows, keys)
+
+    def _forward(self, rows: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
         context_k, context_v, own_k, own_v = keys
         scale, mine = self.softmax_scale, self.mine
         out, lse = self.kernel.forward(rows, context_k, context_v, self.context, scale)
@@ -70,6 +74,17 @@ class LocalAttention:
             dq of the attended rows, partial, in the accumulator dtype; dk and dv of all keys,
             complete.
         """
+        with torch.autocast(rows.device.type, enabled=False):
+            return self._backward(grad_out, rows, keys, delta, lse)
+
+    def _backward(
+        self,
+        grad_out: torch.Tensor,
+        rows: torch.Tensor,
+        keys: Keys,
+        delta: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         context_k, context_v, own_k, own_v = keys
         scale, mine = self.softmax_scale, self.mine
         carrier = delta_carrier(grad_out, delta)

@@ -6,7 +6,7 @@ scattered behind the projection. Every rank then repeats (P - 1) / P of all rows
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from megatron_splitkv.attention.options import SplitKVOptions
 
@@ -66,7 +66,7 @@ class Places:
     reason: str
 
 
-@cache
+@lru_cache(maxsize=256)
 def choose_places(options: SplitKVOptions, shape: LayerShape, device_type: str) -> Places:
     """Choose where `options` says ``auto``: the quicker place by estimate, forward and backward.
 

@@ -46,8 +46,8 @@ def row_plan_of(
     Args:
         query: this rank's query rows.
         key: this rank's keys, as many as other ranks hold.
-        attention_mask: None, or a key padding mask of this rank's keys, True where hidden, which
-            leaves one stretch of every sample's.
+        attention_mask: None, or a key padding mask of this rank's keys, True where hidden. Where
+            it hides keys amid a sample's, those that are left are copied.
         mask_type: of the layer.
         packed_seq_params: of the micro-batch.
         cp_group: the context-parallel group; None for one process.
@@ -57,8 +57,7 @@ def row_plan_of(
         attention_mask bool ``[b, 1, 1, sk]``.
 
     Raises:
-        ConfigError: visibility that is no range of keys for every row; a mask with gaps is known,
-            and refused, on its own rank only.
+        ConfigError: visibility that is no range of keys for every row.
     """
     packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
     if query.ndim != key.ndim or query.ndim != (3 if packed else 4):
@@ -77,6 +76,11 @@ def row_plan_of(
                 "padding_causal or padding"
             )
         return _packed(query, key, mask_type in _CAUSAL, packed_seq_params, cp_group)
+    if packed_seq_params is not None and packed_seq_params.cu_seqlens_q is not None:
+        raise ConfigError(
+            f"cu_seqlens are given with qkv_format {packed_seq_params.qkv_format!r}, which says "
+            "that rows are not packed; use 'thd', or give no cu_seqlens"
+        )
     if attention_mask is not None:
         _check_padding_mask(attention_mask, mask_type, query.shape[1], key.shape[0])
     if mask_type in _CAUSAL and query.shape[0] != key.shape[0]:
@@ -191,11 +195,12 @@ _PLANS: OrderedDict[Hashable, tuple[Sequence[torch.Tensor], RowPlan]] = OrderedD
 def _kept(key: Hashable, tensors: Sequence[torch.Tensor], build: Callable[[], RowPlan]) -> RowPlan:
     """The plan of these very tensors, built if it is not among the last ones.
 
-    A tensor is known by its memory and its version, which every write changes; recompute, which
-    detaches tensors, finds the plan again. The tensors are kept along with the plan, so nothing
-    else can come to lie in their memory.
+    On the host a tensor is known by its content. Elsewhere by its memory and its version, which
+    every write through torch changes: reading it would wait for the device in every layer;
+    recompute, which detaches tensors, finds the plan again. The tensors are kept along with the
+    plan, so nothing else can come to lie in their memory.
     """
-    if any(x.is_inference() for x in tensors):  # they have no version
+    if any(x.is_inference() and not x.is_cpu for x in tensors):  # they have no version
         return build()
     full_key = (key, *(_identity(x) for x in tensors))
     if full_key in _PLANS:
@@ -208,6 +213,8 @@ def _kept(key: Hashable, tensors: Sequence[torch.Tensor], build: Callable[[], Ro
 
 
 def _identity(x: torch.Tensor) -> tuple[Any, ...]:
+    if x.is_cpu:
+        return (x.detach().numpy().tobytes(), x.dtype, x.shape)
     return (x.data_ptr(), x._version, x.dtype, x.device, x.shape, x.stride())
 
 

@@ -12,7 +12,13 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan.attention_plan import AttentionPlan
 from megatron_splitkv.plan.band import build_band_staircase, check_window
-from megatron_splitkv.plan.row_positions import document_bounds, documents_of, real_rows
+from megatron_splitkv.plan.row_positions import (
+    are_prefixes,
+    document_bounds,
+    documents_of,
+    real_rows,
+    searchsorted_runs,
+)
 from megatron_splitkv.plan.staircase import LeafLimits, Staircase, build_staircase
 
 
@@ -23,7 +29,8 @@ class RowPlan(AttentionPlan):
     Blocks are single rows and have no keys of their own apart. Attention wants a rank's query rows
     ordered by the range that they see and its keys by position: then a rank's rows are at most P
     staircases, whatever the order of its tensors. Where that order is another, `query_order` and
-    `key_order` say how to permute them (q, k, v and the output are then copied once each).
+    `key_order` say how to permute them (q, k, v and the output are then copied once each). Hidden
+    keys amid those that a row sees are left out by `key_order` too.
 
     Args:
         key_start: first visible key of every query row, as a position among all keys; rank-major,
@@ -33,8 +40,7 @@ class RowPlan(AttentionPlan):
             position twice. Positions that nobody holds are no keys.
         causal: the last key that a row sees is its own; needed for windows.
         hidden: for a rank, which of its keys no query sees, in the order of its tensors. Each rank
-            need know its own only: it changes nothing that travels. Of the keys that a row sees
-            without it, it must leave one stretch of the rank's.
+            need know its own only: it changes nothing that travels.
 
     Shape:
         key_start, key_end int64[Q]; key_positions P vectors int64; hidden bool vectors.
@@ -163,10 +169,10 @@ class RowPlan(AttentionPlan):
 
     def with_hidden(self, rank: int, hidden: ArrayLike) -> Self:
         """The same plan without some keys of a rank; see `hidden`."""
+        if not 0 <= rank < self.cp_size:
+            raise ConfigError(f"rank {rank} is not in [0, {self.cp_size}) of this plan")
         mask = np.array(hidden, dtype=np.bool_)
-        plan = dataclasses.replace(self, hidden={**self.hidden, rank: mask})
-        plan.key_ranges(rank)  # so that a mask with gaps is refused here
-        return plan
+        return dataclasses.replace(self, hidden={**self.hidden, rank: mask})
 
     def check_window(self, window: int | None) -> None:
         """Refuse a window where there is nothing to measure it from.
@@ -221,10 +227,12 @@ class RowPlan(AttentionPlan):
         """Which row of the rank's key tensor comes i-th here; None: they lie as wanted.
 
         Shape:
-            int64[num_rows(rank)].
+            int64, at most num_rows(rank) of them.
         """
+        if self._hides_amid(rank):
+            return self._sorted_keys(rank)[self._seen(rank)]
         keys = self.key_positions[rank]
-        return None if (keys[1:] > keys[:-1]).all() else np.argsort(keys)
+        return None if (keys[1:] > keys[:-1]).all() else self._sorted_keys(rank)
 
     def key_ranges(
         self, rank: int, window: int | None = None
@@ -239,7 +247,7 @@ class RowPlan(AttentionPlan):
             int64[Q], int64[Q], rank-major in the order of `query_order`.
 
         Raises:
-            ConfigError: a window but no `causal`, or `hidden` leaves more than one stretch.
+            ConfigError: a window but no `causal`.
         """
         return self._kept(("ranges", rank, window), lambda: self._local_ranges(rank, window))
 
@@ -253,7 +261,7 @@ class RowPlan(AttentionPlan):
         needs = np.zeros((self.cp_size, start.size), dtype=np.bool_)
         for rank, positions in enumerate(self.key_positions):
             keys = np.append(np.sort(positions), np.iinfo(np.int64).max)
-            needs[rank] = keys[_searchsorted(keys[:-1], start)] < end
+            needs[rank] = keys[searchsorted_runs(keys[:-1], start)] < end
         return needs
 
     def build_staircase(
@@ -261,7 +269,7 @@ class RowPlan(AttentionPlan):
     ) -> Staircase:
         """See `AttentionPlan.staircase`."""
         start, end = (x[blocks] for x in self.key_ranges(rank, window))
-        build = build_staircase if _are_prefixes(start, end) else build_band_staircase
+        build = build_staircase if are_prefixes(start, end) else build_band_staircase
         return build(start, end, 1, limits)
 
     def build_own_staircase(self, rank: int, window: int | None) -> None:
@@ -271,12 +279,43 @@ class RowPlan(AttentionPlan):
     def _local_ranges(
         self, rank: int, window: int | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        start, end = self._held(rank, window)
+        if rank not in self.hidden:
+            return start, end
+        seen = self._seen(rank)
+        first, after = np.searchsorted(seen, start), np.searchsorted(seen, end)
+        if self._hides_amid(rank):
+            return first, after  # among the keys that are not hidden
+        seen = np.append(seen, self.num_rows(rank))  # for rows that see nothing
+        return seen[first], np.where(after > first, seen[after - 1] + 1, seen[first])
+
+    def _held(self, rank: int, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Every row's range of the rank's keys by position, hidden ones too."""
         start, end = self._ranges(window)
-        keys = np.sort(self.key_positions[rank])
-        local_start, local_end = _searchsorted(keys, start), np.searchsorted(keys, end)
-        if rank in self.hidden:
-            return self._without_hidden(rank, local_start, local_end)
-        return local_start, local_end
+        keys = self.key_positions[rank][self._sorted_keys(rank)]
+        return searchsorted_runs(keys, start), np.searchsorted(keys, end)
+
+    def _hides_amid(self, rank: int) -> bool:
+        """Whether some row sees keys of the rank on both sides of a hidden one."""
+        if rank not in self.hidden:
+            return False
+
+        def hides() -> bool:
+            start, end = self._held(rank, None)
+            seen = self._seen(rank)
+            first, after = np.searchsorted(seen, start), np.searchsorted(seen, end)
+            some = after > first
+            stretch = seen[after[some] - 1] + 1 - seen[first[some]]
+            return bool((stretch != (after - first)[some]).any())
+
+        return self._kept(("hides amid", rank), hides)
+
+    def _sorted_keys(self, rank: int) -> NDArray[np.int64]:
+        return self._kept(("order", rank), lambda: np.argsort(self.key_positions[rank]))
+
+    def _seen(self, rank: int) -> NDArray[np.int64]:
+        """The rank's keys that are not hidden, counted by position."""
+        return np.flatnonzero(~self.hidden[rank][self._sorted_keys(rank)])
 
     def _ranges(self, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`key_start` and `key_end` in the order of `query_order`, within the window."""
@@ -300,44 +339,3 @@ class RowPlan(AttentionPlan):
             return None
         rank = np.arange(self.num_blocks) // self.blocks_per_rank
         return np.lexsort([self.key_end, self.key_start, rank])
-
-    def _without_hidden(
-        self, rank: int, start: NDArray[np.int64], end: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The part of every range of the rank's keys that is not hidden."""
-        hidden, order = self.hidden[rank], self.key_order(rank)
-        seen = np.flatnonzero(~(hidden if order is None else hidden[order]))
-        first, after = np.searchsorted(seen, start), np.searchsorted(seen, end)
-        count = after - first
-        seen = np.append(seen, hidden.size)  # for rows that see nothing
-        start = seen[first]
-        end = np.where(count > 0, seen[after - 1] + 1, start)
-        if (end - start != count).any():
-            row = int((end - start != count).argmax())
-            raise ConfigError(
-                f"query row {row} would see {count[row]} of the keys {start[row]} to "
-                f"{end[row] - 1} of rank {rank}: a padding mask may hide keys at the end or the "
-                "beginning of a sample only"
-            )
-        return start, end
-
-
-def _searchsorted(keys: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`np.searchsorted`, quick where many neighbours among the values are equal."""
-    if values.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    first = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    return np.searchsorted(keys, values[first]).repeat(np.diff(np.append(first, values.size)))
-
-
-def _are_prefixes(start: NDArray[np.int64], end: NDArray[np.int64]) -> bool:
-    """Whether ranges that begin at different keys have no key in common."""
-    sees = start < end
-    start, end = start[sees], end[sees]
-    if start.size == 0:
-        return True
-    first = np.flatnonzero(np.append(True, start[1:] != start[:-1]))
-    start, end = start[first], np.maximum.reduceat(end, first)
-    order = np.lexsort([end, start])
-    start, end = start[order], end[order]
-    return bool(((start[1:] == start[:-1]) | (end[:-1] <= start[1:])).all())

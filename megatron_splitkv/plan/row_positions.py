@@ -96,3 +96,24 @@ def documents_of(
             f"{bounds[-1] - 1}"
         )
     return np.searchsorted(bounds, positions, side="right") - 1
+
+
+def searchsorted_runs(keys: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`np.searchsorted`, quick where many neighbours among the values are equal."""
+    if values.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    first = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    return np.searchsorted(keys, values[first]).repeat(np.diff(np.append(first, values.size)))
+
+
+def are_prefixes(start: NDArray[np.int64], end: NDArray[np.int64]) -> bool:
+    """Whether ranges that begin at different keys have no key in common."""
+    sees = start < end
+    start, end = start[sees], end[sees]
+    if start.size == 0:
+        return True
+    first = np.flatnonzero(np.append(True, start[1:] != start[:-1]))
+    start, end = start[first], np.maximum.reduceat(end, first)
+    order = np.lexsort([end, start])
+    start, end = start[order], end[order]
+    return bool(((start[1:] == start[:-1]) | (end[:-1] <= start[1:])).all())

@@ -2,13 +2,20 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.attention import SplitKVOptions, split_context_parallel_attention
-from megatron_splitkv.comm import Routes, RowExchange
+from megatron_splitkv.attention import (
+    SplitKVOptions,
+    context_parallel_attention,
+    split_context_parallel_attention,
+)
+from megatron_splitkv.attention.routing import row_exchange
+from megatron_splitkv.comm import CommMeter, Routes, RowExchange
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import QueryCast, build_plan
@@ -18,6 +25,8 @@ from tests.distributed.attention_problem import (
     Problem,
     assemble,
     attend_global,
+    own_slice,
+    shard_keys,
     solve,
 )
 from tests.distributed.test_attention_equality import DEEP, MIXED
@@ -129,7 +138,98 @@ def test_a_lost_contribution_is_seen() -> None:
     assert relative_error(found[1], expected[1]) > 1e-2
 
 
+def _sums_in_bf16(self: Any, contributions: torch.Tensor, dtype: Any) -> torch.Tensor:
+    total = contributions.new_zeros((self.own_rows, *contributions.shape[1:]))
+    for rows, part in self.parts(contributions):
+        total.index_add_(0, torch.arange(self.own_rows) if rows is None else rows, part)
+    return total.to(dtype)
+
+
+def _errors_of_sums(problem: Problem, cp_size: int) -> list[Any]:
+    right = RowExchange.sum
+    shares = [solve(problem, cp_size)]
+    RowExchange.sum = _sums_in_bf16  # type: ignore[method-assign]
+    try:
+        return [*shares, solve(problem, cp_size)]
+    finally:
+        RowExchange.sum = right  # type: ignore[method-assign]
+
+
+def test_query_gradients_add_up_in_fp32_over_groups() -> None:
+    problem = replace(DEEP, dtype=torch.bfloat16, strategy="balanced", options=OPTIONS["group"])
+    plan = problem.plan(8)
+    expected = attend_global(problem, plan, problem.tensors(plan))[1]
+    shares = gloo_pool(8).run(_errors_of_sums, problem, 8)
+    right, wrong = (
+        relative_error(assemble(plan, [share[i] for share in shares])[1], expected)
+        for i in range(2)
+    )
+    assert right < 0.8 * wrong
+
+
+def test_own_queries_that_were_written_over_are_refused() -> None:
+    layout = BlockLayout([3], [0], [True], 2)
+    leaf, k = torch.randn(2, 1, 4, requires_grad=True), torch.randn(8, 1, 4)
+    plan = build_plan(layout, 8, 1)
+    for save in ("gathered", "own"):
+        q = leaf * 1
+        out = split_context_parallel_attention(
+            q, k, k, k[:2], k[:2], plan, None, options=SplitKVOptions(save=save)
+        )
+        q.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_frozen_queries_send_no_gradient() -> None:
+    for records in gloo_pool(4).run(_labels_without_query_gradient, APART)[:3]:
+        assert "grad_out" in records
+        assert "grad_q" not in records
+
+
+def _labels_without_query_gradient(problem: Problem) -> list[str] | None:
+    group, rank = subgroup(range(3)), dist.get_rank()
+    if rank >= 3:
+        return None
+    plan = problem.plan(3)
+    q, k, v, _ = problem.tensors(plan)
+    keys = [shard_keys(x, plan, rank).requires_grad_() for x in (k, v)]
+    with CommMeter() as meter:
+        out = context_parallel_attention(q[own_slice(plan, rank)], *keys, plan, group)
+        out.sum().backward()
+    return [record.label for record in meter.records]
+
+
+@pytest.mark.parametrize("kernel", ["naive", "cpu"])
+def test_autocast_changes_nothing(kernel: str) -> None:
+    problem = replace(MIXED, dtype=torch.float32, kernel=kernel)
+    plan = problem.plan(1)
+    q, k, v, _ = problem.tensors(plan)
+    plain = context_parallel_attention(q, k, v, plan, None, kernel=kernel)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(context_parallel_attention(q, k, v, plan, None, kernel=kernel), plain)
+
+
 # The data of a cast
+
+
+def test_the_busiest_rank_decides_the_cast() -> None:
+    # Rank 0 holds keys of all blocks, the others' own documents are theirs alone.
+    needs = np.zeros((4, 8), dtype=bool)
+    needs[0] = True
+    plan = Problem(document_lengths=(64,), anchors=((9,) * 8,)).plan(4)
+    with mock.patch.object(type(plan), "needs", return_value=needs):
+        assert plan.resolve_cast("auto") == "all"
+
+
+def test_casts_of_one_plan_are_kept_apart() -> None:
+    plan = replace(LOCAL, strategy="none").plan(2)
+    device = torch.device("cpu")
+    group = mock.Mock(size=lambda: 2, rank=lambda: 1)
+    every, some = (row_exchange(plan, group, device, cast, None) for cast in ("all", "group"))
+    assert every.routes is None
+    assert some.routes is not None
+    assert row_exchange(plan, group, device, "all", None) is every
 
 
 @pytest.mark.parametrize("strategy", ["none", "zigzag", "balanced", "balanced-local"])

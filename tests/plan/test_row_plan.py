@@ -263,8 +263,8 @@ def test_hidden_keys_at_the_beginning():
             "rank 0 holds 2 keys, `hidden` names 1",
         ),
         (
-            lambda: RowPlan.of_causal([[0, 1, 2]]).with_hidden(0, [False, True, False]),
-            "query row 2 would see 2 of the keys 0 to 2 of rank 0",
+            lambda: RowPlan.of_causal([[0, 1]]).with_hidden(5, [True, False]),
+            "rank 5 is not in [0, 1) of this plan",
         ),
         (
             lambda: RowPlan.of_documents([[0]], [[0]], [0, 1], [0, 1]).staircase(0, window=3),

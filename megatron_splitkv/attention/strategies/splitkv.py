@@ -160,7 +160,7 @@ class SplitKVAttention:
         keys: tuple[torch.Tensor | None, ...],
     ) -> torch.Tensor:
         flight = queries if isinstance(queries, Flight) else None
-        operand = queries.take() if isinstance(queries, Flight) else queries
+        operand, own_rows = queries.take() if isinstance(queries, Flight) else (queries, None)
         call = _Call(
             exchange=self.exchange,
             flight=flight,
@@ -175,7 +175,7 @@ class SplitKVAttention:
             ),
             wire_dtype=self._wire_dtype(operand),
         )
-        out: torch.Tensor = node.apply(operand, *keys, call)
+        out: torch.Tensor = node.apply(operand, own_rows, *keys, call)
         return out
 
 
@@ -236,23 +236,31 @@ class _Call:
     local: LocalAttention
     wire_dtype: torch.dtype
 
-    @property
-    def own_rows(self) -> torch.Tensor | None:
-        """This rank's query rows, if backward is to cast them again."""
-        return None if self.flight is None else self.flight.own
-
     def rows(self, operand: torch.Tensor) -> torch.Tensor:
         return operand if self.flight is None else self.flight.wait()
 
-    def grad_of_rows(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def grad_of_rows(
+        self, partial: torch.Tensor, dtype: torch.dtype, wanted: bool
+    ) -> torch.Tensor | None:
+        if not wanted:  # then nobody would wait for it
+            return None
         return partial.to(dtype) if self.flight is None else self.flight.launch_gradient(partial)
+
+
+def _kept_queries(
+    rows: torch.Tensor, own_rows: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What backward keeps of the queries: all attended rows, or the own ones to cast again."""
+    return (rows, None) if own_rows is None else (None, own_rows)
 
 
 class _Attend(torch.autograd.Function):
     """Partial attention, merged by the owners of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, operand: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, operand: torch.Tensor, own_rows: torch.Tensor | None, *inputs: Any
+    ) -> torch.Tensor:
         *keys, call = inputs
         rows = call.rows(operand)
         partial_out, partial_lse = call.local.forward(rows, tuple(keys))
@@ -267,36 +275,39 @@ class _Attend(torch.autograd.Function):
             out, lse = merge_contributions(call.exchange, outs.wait(), lses.wait())
             out = out.to(operand.dtype)
         ctx.call = call
-        ctx.save_for_backward(rows if call.own_rows is None else None, *keys, out, lse)
+        ctx.save_for_backward(*_kept_queries(rows, own_rows), *keys, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        rows, *keys, out, lse = ctx.saved_tensors
+        rows, own_rows, *keys, out, lse = ctx.saved_tensors
         casts = [
             call.exchange.launch_cast(
                 torch.stack([lse, row_delta(grad_out, out)]).transpose(0, 1), label="lse_and_delta"
             ),
             call.exchange.launch_cast(grad_out, label="grad_out"),
         ]
-        if call.own_rows is not None:
-            casts.append(call.exchange.launch_cast(call.own_rows, label="q"))
-        if call.own_rows is not None:
+        if own_rows is not None:
+            casts.append(call.exchange.launch_cast(own_rows, label="q"))
+        if own_rows is not None:
             rows = casts.pop().wait()
         grad_out = casts.pop().wait()
         lse, delta = casts.pop().wait().transpose(0, 1).contiguous().unbind()
         grad_rows, *grad_keys = call.local.backward(grad_out, rows, tuple(keys), delta, lse)
         del rows, grad_out  # before what is sent takes their place
-        return call.grad_of_rows(grad_rows, out.dtype), *grad_keys, None
+        wanted, *_ = ctx.needs_input_grad
+        return call.grad_of_rows(grad_rows, out.dtype, wanted), None, *grad_keys, None
 
 
 class _AttendPartial(torch.autograd.Function):
     """Partial attention, weighted by its share in the whole softmax and left where it is."""
 
     @staticmethod
-    def forward(ctx: Any, operand: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, operand: torch.Tensor, own_rows: torch.Tensor | None, *inputs: Any
+    ) -> torch.Tensor:
         *keys, call = inputs
         rows = call.rows(operand)
         partial_out, partial_lse = call.local.forward(rows, tuple(keys))
@@ -305,17 +316,18 @@ class _AttendPartial(torch.autograd.Function):
         lse = call.exchange.launch_cast(own, label="lse_total").wait()
         share = partial_out.mul_(softmax_weight(partial_lse, lse).unsqueeze(-1)).to(operand.dtype)
         ctx.call = call
-        ctx.save_for_backward(rows if call.own_rows is None else None, *keys, share, lse)
+        ctx.save_for_backward(*_kept_queries(rows, own_rows), *keys, share, lse)
         return share
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        rows, *keys, share, lse = ctx.saved_tensors
-        if call.own_rows is not None:
-            rows = call.exchange.launch_cast(call.own_rows, label="q").wait()
+        rows, own_rows, *keys, share, lse = ctx.saved_tensors
+        if own_rows is not None:
+            rows = call.exchange.launch_cast(own_rows, label="q").wait()
         delta = call.exchange.total(row_delta(grad_out, share), label="delta")
         grad_rows, *grad_keys = call.local.backward(grad_out, rows, tuple(keys), delta, lse)
         del rows
-        return call.grad_of_rows(grad_rows, share.dtype), *grad_keys, None
+        wanted, *_ = ctx.needs_input_grad
+        return call.grad_of_rows(grad_rows, share.dtype, wanted), None, *grad_keys, None
