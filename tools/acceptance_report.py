@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+OK, FAILED, SKIPPED, LATE = "ok", "failed", "skipped", "not begun"
 
 
 class Skip(Exception):
@@ -64,10 +64,15 @@ class Report:
             print(f"{name}: taken over from an earlier run")
             return
         begin = time.monotonic()
+        record: dict[str, Any]
         try:
             if begin > self.deadline:
-                raise Skip("no time was left; run the same command again to go on")
-            record: dict[str, Any] = {"status": OK, "values": section()}
+                record = {
+                    "status": LATE,
+                    "reason": "no time was left; run the same command again to go on",
+                }
+            else:
+                record = {"status": OK, "values": section()}
         except Skip as reason:
             record = {"status": SKIPPED, "reason": str(reason)}
         except Failure as failure:
@@ -89,6 +94,11 @@ class Report:
         values = {"environment": self.environment, "sections": self.sections}
         _replace(self.path, json.dumps(values, indent=1) + "\n")
         _replace(self.path.with_suffix(".md"), "\n".join(self._markdown()) + "\n")
+
+    @property
+    def late(self) -> list[str]:
+        """Names of sections that found no time."""
+        return [name for name, s in self.sections.items() if s["status"] == LATE]
 
     @property
     def failed(self) -> list[str]:

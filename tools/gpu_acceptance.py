@@ -46,6 +46,7 @@ from acceptance_report import Failure, Report, Skip, nvtx_range  # noqa: E402
 import megatron_splitkv  # noqa: E402
 from megatron_splitkv.attention.kernels import Kernel, find_kernel, machine_of  # noqa: E402
 from megatron_splitkv.attention.kernels.self_test import kernel_failure  # noqa: E402
+from megatron_splitkv.config import KERNELS  # noqa: E402
 
 LSE_BOUND = 1e-4  # it is fp32 whatever the dtype
 REPEATS = 3
@@ -273,9 +274,15 @@ def _digest() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the sections; 0, 1 if one failed, 2 for bad input."""
+    """Run the sections; 0, 1 if one failed or found no time, 2 for bad input."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="default: te flash naive flex")
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        metavar="NAME",
+        choices=[name for name in KERNELS if name != "auto"],
+        help="default: te flash naive flex",
+    )
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=9.0, help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: does the script work?")
@@ -284,7 +291,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu --tiny tries the script itself", file=sys.stderr)
         return 2
-    device = torch.device(args.device)
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g} must be positive")
+    try:
+        device = torch.device(args.device)
+    except RuntimeError:
+        parser.error(f"--device {args.device!r} is no device; use cuda, cuda:1, cpu, ...")
     kernels = args.kernels or (
         ["te", "flash", "naive", "flex"] if device.type == "cuda" else ["cpu"]
     )
@@ -292,8 +304,11 @@ def main(argv: list[str] | None = None) -> int:
     small, large = (TINY, TINY[:2]) if args.tiny else (SMALL, PAPER)
     Acceptance(report, device, kernels, torch.bfloat16, small, large).run()
     report.write()
-    print(f"{args.output}: {len(report.sections)} sections, {len(report.failed)} failed")
-    return 1 if report.failed else 0
+    print(
+        f"{args.output}: {len(report.sections)} sections, {len(report.failed)} failed, "
+        f"{len(report.late)} not begun in time"
+    )
+    return 1 if report.failed or report.late else 0
 
 
 if __name__ == "__main__":

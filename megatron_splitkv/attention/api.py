@@ -137,6 +137,8 @@ def split_context_parallel_attention(
 
 
 def _check_plan(plan: ContextPlan, cp_group: dist.ProcessGroup | None) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise ConfigError(f"plan is {type(plan).__name__}; give what build_plan returned")
     size = group_size(cp_group)
     if plan.cp_size != size:
         raise ConfigError(
@@ -162,6 +164,8 @@ def _check_shapes(
         "own-block k": (own_k, query_rows),
         "own-block v": (own_v, query_rows),
     }
+    if not q.is_floating_point():
+        raise ConfigError(f"q is {q.dtype}; give a floating dtype")
     for name, (tensor, expected) in rows.items():
         if tensor.ndim != 3:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; give [rows, heads, width]")
@@ -169,15 +173,19 @@ def _check_shapes(
             raise ConfigError(
                 f"{name} has {tensor.shape[0]} rows, the plan gives rank {rank} {expected}"
             )
-        if tensor.dtype != q.dtype:
-            raise ConfigError(f"{name} is {tensor.dtype} and q {q.dtype}; give one dtype")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ConfigError(
+                f"{name} is {tensor.dtype} on {tensor.device} and q {q.dtype} on {q.device}; give "
+                "one dtype and one device"
+            )
     keys = [context_k, context_v, own_k, own_v]
     if any(tensor.shape[1:] != context_k.shape[1:] for tensor in keys):
         raise ConfigError(
             f"keys and values differ in heads or width: {[tuple(t.shape[1:]) for t in keys]}"
         )
     num_heads, num_key_heads = q.shape[1], context_k.shape[1]
-    if q.shape[2] != context_k.shape[2] or num_key_heads == 0 or num_heads % num_key_heads:
+    groups = num_heads > 0 and num_key_heads > 0 and num_heads % num_key_heads == 0
+    if not groups or q.shape[2] != context_k.shape[2] or q.shape[2] == 0:
         raise ConfigError(
             f"{num_heads} query heads of width {q.shape[2]} do not group over {num_key_heads} key "
             f"heads of width {context_k.shape[2]}; widths must be equal and heads divide"

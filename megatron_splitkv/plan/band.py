@@ -40,9 +40,10 @@ def check_window(window: int | None) -> None:
     Raises:
         ConfigError: the window is less than 1.
     """
-    if window is not None and window < 1:
+    if window is not None and (not isinstance(window, int) or window < 1):
         raise ConfigError(
-            f"window {window} must be at least 1, a query's own position; None attends everything"
+            f"window {window} must be at least 1, a query's own position, and an int; None attends "
+            "everything"
         )
 
 

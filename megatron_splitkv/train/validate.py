@@ -43,7 +43,14 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("neither --train-iters nor --train-samples is given; give one")
     require_choice("--plan-strategy", args.plan_strategy, PLAN_STRATEGIES)
     require_choice("--attention-kernel", args.attention_kernel, KERNELS)
-    splitkv_options(args)
+    options = splitkv_options(args)
+    selective = args.recompute_activations or args.recompute_granularity == "selective"
+    modules = args.recompute_modules or ["core_attn"]  # Megatron's default
+    if options.gather == "hidden" and selective and "core_attn" in modules:
+        raise ConfigError(
+            "--recompute-modules core_attn gathers projected queries again in backward, and "
+            "--splitkv-gather hidden gathers none; use --splitkv-gather q, or full recomputation"
+        )
     require_choice("--verify-feature-store", args.verify_feature_store, ("auto", "size", "full"))
     require_choice("--dataloader-type", args.dataloader_type, ("single",))
     require_choice("--ckpt-format", args.ckpt_format, ("torch_dist",))

@@ -100,6 +100,8 @@ def test_forward_copies_no_keys() -> None:
         ({"strategy": "ring"}, "strategy 'ring' is not known; choose one of: splitkv"),
         ({"kernel": "cuda"}, "kernel 'cuda' is not known; choose one of: auto, naive, cpu, te, "),
         ({"window": 0}, "window 0 must be at least 1"),
+        ({"window": 2.5}, "window 2.5 must be at least 1, a query's own position, and an int"),
+        ({"plan": None}, "plan is NoneType; give what build_plan returned"),
     ],
 )
 def test_unknown_choices_name_the_allowed(
@@ -107,7 +109,7 @@ def test_unknown_choices_name_the_allowed(
 ) -> None:
     q, k, v = _inputs()
     with pytest.raises(ConfigError, match=re.escape(message)):
-        context_parallel_attention(q, k, v, plan, None, **change)
+        context_parallel_attention(q, k, v, **({"plan": plan, "cp_group": None} | change))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,16 @@ def test_unknown_choices_name_the_allowed(
         (_inputs(key_rows=5), "k has 5 rows, fewer than the 12 query rows"),
         (_inputs(heads=3), "3 query heads of width 8 do not group over 2 key heads"),
         ([_inputs()[0][..., :4], *_inputs()[1:]], "4 query heads of width 4 do not group"),
-        ([_inputs()[0].half(), *_inputs()[1:]], "context k is torch.float32 and q torch.float16"),
+        (
+            [_inputs()[0].half(), *_inputs()[1:]],
+            "context k is torch.float32 on cpu and q torch.float16 on cpu",
+        ),
         ([*_inputs()[:2], _inputs()[2][:, :1]], "k is (42, 2, 8) and v (42, 1, 8)"),
         ([x[:, 0] for x in _inputs()], "q has shape (12, 8); give [rows, heads, width]"),
+        ([x.long() for x in _inputs()], "q is torch.int64; give a floating dtype"),
+        ([_inputs()[0], *(x.to("meta") for x in _inputs()[1:])], "on meta and q torch.float32 on"),
+        ([x[:, :0] for x in _inputs()], "0 query heads of width 8 do not group over 0 key heads"),
+        (_inputs(width=0), "4 query heads of width 0"),
     ],
 )
 def test_tensors_that_do_not_fit_the_plan_are_refused(

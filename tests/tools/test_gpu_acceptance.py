@@ -113,11 +113,27 @@ def test_other_environment_starts_anew(
 
 
 def test_out_of_time(tool: ModuleType, tmp_path: Path) -> None:
-    code, sections = run(tool, tmp_path / "a.json", "--minutes", "-1")
-    assert code == 0
-    assert {s["status"] for s in sections.values()} == {"skipped"}
+    code, sections = run(tool, tmp_path / "a.json", "--minutes", "1e-9")
+    assert code == 1
+    assert {s["status"] for s in sections.values()} == {"not begun"}
     code, sections = run(tool, tmp_path / "a.json")
     assert {s["status"] for s in sections.values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "-1"], "--minutes -1 must be positive"),
+        (["--kernels", "bogus"], "invalid choice: 'bogus'"),
+        (["--device", "foo"], "--device 'foo' is no device"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

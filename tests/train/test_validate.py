@@ -43,6 +43,11 @@ def test_a_good_launch_passes() -> None:
         (["--hidden-dropout", "0.1"], r"--hidden-dropout 0\.1"),
         (["--micro-batch-size", "2"], "--micro-batch-size 2 .*use 1"),
         (["--eval-micro-batch-size", "2"], "--eval-micro-batch-size 2"),
+        (["--splitkv-gather", "k"], "--splitkv-gather 'k' .*auto, q, hidden"),
+        (
+            ["--splitkv-gather", "hidden", "--recompute-granularity", "selective"],
+            "--recompute-modules core_attn .*--splitkv-gather q",
+        ),
         (["--plan-strategy", "best"], "--plan-strategy 'best' .*zigzag, lpt"),
         (["--attention-kernel", "fast"], "--attention-kernel 'fast'"),
         (["--verify-feature-store", "no"], "--verify-feature-store 'no'"),
