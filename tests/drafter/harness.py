@@ -62,7 +62,14 @@ class Sample:
 
 def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any:
     """Results of `fn(*args)` on that many ranks; their first call imports Megatron, slowly."""
-    return gloo_pool(world_size).run(fn, *args, timeout=timeout)
+    return gloo_pool(world_size).run(_without_rest, fn, *args, timeout=timeout)
+
+
+def _without_rest(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call, then free what cycles hold: Megatron's process groups, whose threads would go on."""
+    result = fn(*args)
+    gc.collect()
+    return result
 
 
 def make_sample(
@@ -144,8 +151,6 @@ def parallel_state(tp: int, cp: int) -> Iterator[None]:
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    # What an earlier call left in cycles (hooks, optimizers) holds groups, and each holds threads.
-    gc.collect()
     groups = dist.distributed_c10d._world.pg_map
     before = set(groups)
     with cpu_mode():
