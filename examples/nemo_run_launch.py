@@ -5,17 +5,20 @@
         --partition PARTITION --nodes 4 --time 04:00:00 --container-image IMAGE \\
         --mount /data:/data dataset.feature_store=/data/train checkpoint.save=/data/checkpoints
 
-``--dryrun`` prints what would be started and starts nothing; it needs neither a GPU nor Slurm nor
-Megatron-Bridge. What follows the recipe's name goes to `megatron_splitkv.recipes.pretrain`, which
-runs inside the job. The Slurm form is for a login node: it calls ``sbatch`` there.
+``--dryrun`` prints what would be started and starts nothing; it needs NeMo-Run, but no GPU, Slurm
+or Megatron-Bridge. What follows the recipe's name goes to `megatron_splitkv.recipes.pretrain`,
+which runs inside the job. The Slurm form is for a login node: it calls ``sbatch`` there.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-import nemo_run as run
-from torchx.specs import AppState
+try:
+    import nemo_run as run
+    from torchx.specs import AppState
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed; pip install -e '.[nemo]' brings NeMo-Run")
 
 from megatron_splitkv.config import ConfigError, require_choice
 from megatron_splitkv.recipes import RECIPES

@@ -27,8 +27,12 @@ train() { # until an iteration, on both nodes
       > "$folder/node$node.log" 2>&1 &
     nodes+=($!)
   done
-  for node in 0 1; do # whichever ends first; without one the other would wait
-    wait -n "${nodes[@]}" || { failed=1; kill "${nodes[@]}" 2> /dev/null || true; break; }
+  local ended pid left
+  while [ ${#nodes[@]} -gt 0 ]; do # whichever ends first; without one the other would wait
+    wait -n -p ended "${nodes[@]}" || { failed=1; kill "${nodes[@]}" 2> /dev/null || true; break; }
+    left=()
+    for pid in "${nodes[@]}"; do [ "$pid" = "$ended" ] || left+=("$pid"); done
+    nodes=("${left[@]}")
   done
   wait
   if [ $failed = 1 ]; then

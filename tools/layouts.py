@@ -3,10 +3,12 @@
 python3 tools/layouts.py    (up to 8 gloo ranks; about a minute on two cores)
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the ranks import this file too
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tests.distributed.layouts import compare, table
 

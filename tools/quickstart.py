@@ -200,8 +200,7 @@ def print_files(output: Path, report: dict[str, Any]) -> None:
     console.print(f"tokens per draft step: {lengths}")
     console.print(
         f"plan imbalance {100 * report['imbalance']:.3f} %, "
-        f"{report['bytes_per_layer']:,.0f} bytes sent by a rank per layer and step, whatever the "
-        f"context length"
+        f"{report['bytes_per_layer']:,.0f} bytes sent by a rank in a layer of the last step"
     )
     seconds = ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
     console.print(f"seconds: {seconds}, together {sum(report['seconds'].values()):.0f}")

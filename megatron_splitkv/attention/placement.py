@@ -104,9 +104,16 @@ def choose_places(options: SplitKVOptions, shape: LayerShape, device_type: str) 
         scatter = "heads"
     gather = gather if options.gather == "auto" else options.gather
     scatter = scatter if options.scatter == "auto" else options.scatter
-    estimates = ", ".join(f"{place} {1e3 * s:.3g} ms" for place, s in seconds.items())
+    chosen = {
+        f"gathers {gather}": options.gather == "auto",
+        f"scatters {scatter}": options.scatter == "auto",
+    }
+    steps = " and ".join(
+        f"{step} ({'by estimate' if by_us else 'as asked'})" for step, by_us in chosen.items()
+    )
+    estimates = ", ".join(f"{place} {1e3 * s:.3g}" for place, s in seconds.items())
     reason = (
-        f"split-KV gathers {gather} and scatters {scatter}: for {shape.query_rows} queries over "
-        f"{shape.cp_size} ranks a layer's exposed traffic and repeated projections take {estimates}"
+        f"split-KV {steps}; estimated ms a layer, forward and backward, that no computation hides, "
+        f"if all {shape.query_rows} queries went to all {shape.cp_size} ranks: {estimates}"
     )
     return Places(gather, scatter, reason)

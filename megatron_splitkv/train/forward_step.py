@@ -15,6 +15,8 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.train.dataset import split_batch
 
+_WHOM = {"all": "all ranks", "group": "the ranks that hold keys which they see"}
+
 type LossOutputs = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -63,7 +65,9 @@ class ForwardStep:
             for group in (drafter.tp_group, drafter.cp_group):
                 check_same_plan(plan, group, self.device)
             self._plans_compared = True
-            print_rank_0(drafter.places(plan).reason)
+            places, attention = drafter.places(plan), drafter.decoder.layers[0].self_attention
+            cast = plan.resolve_cast(attention.options.query_cast)
+            print_rank_0(f"{places.reason}; this pack's queries go to {_WHOM[cast]}")
 
         self._meter.clear()
         loss, num_tokens, report = model(batch, plan)

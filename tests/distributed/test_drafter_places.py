@@ -234,7 +234,7 @@ def test_the_choice_weighs_bytes_against_repeated_projections() -> None:
     auto = SplitKVOptions()
     narrow = choose_places(auto, shape(), "cuda")
     assert (narrow.gather, narrow.scatter) == ("hidden", "proj")
-    assert "gathers hidden and scatters proj" in narrow.reason
+    assert "gathers hidden (by estimate) and scatters proj (by estimate)" in narrow.reason
     wide = choose_places(auto, shape(hidden_size=5120), "cuda")  # 27B: heads are narrower
     assert (wide.gather, wide.scatter) == ("q", "heads")
     halved = choose_places(auto, shape(query_width=2048, key_width=512), "cuda")  # tp 2
@@ -253,5 +253,7 @@ def test_a_gather_that_hides_behind_the_key_projection_costs_nothing() -> None:
 def test_what_the_user_says_is_done() -> None:
     fixed = replace(SplitKVOptions(), gather="q", scatter="proj")
     assert choose_places(fixed, shape(hidden_size=5120), "cuda").scatter == "proj"
-    assert choose_places(fixed, shape(), "cuda").gather == "q"
+    asked = choose_places(fixed, shape(), "cuda")
+    assert asked.gather == "q"
+    assert "gathers q (as asked) and scatters proj (as asked)" in asked.reason
     assert choose_places(SplitKVOptions(save="own"), shape(), "cuda").gather == "q"
