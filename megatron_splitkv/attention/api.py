@@ -119,7 +119,9 @@ def split_context_parallel_attention(
     require_choice("attention kernel", kernel, KERNELS)
     check_window(window)
     options.require_projected()
-    _check_plan(plan, cp_group)
+    if not isinstance(plan, ContextPlan):
+        raise ConfigError(f"plan is {type(plan).__name__}; give what build_plan returned")
+    plan.check_cp_size(group_size(cp_group))
     _check_shapes(q, context_k, context_v, own_k, own_v, plan, group_rank(cp_group))
     return splitkv_attention(
         q,
@@ -134,17 +136,6 @@ def split_context_parallel_attention(
         window=window,
         options=options,
     )
-
-
-def _check_plan(plan: ContextPlan, cp_group: dist.ProcessGroup | None) -> None:
-    if not isinstance(plan, ContextPlan):
-        raise ConfigError(f"plan is {type(plan).__name__}; give what build_plan returned")
-    size = group_size(cp_group)
-    if plan.cp_size != size:
-        raise ConfigError(
-            f"the plan is for {plan.cp_size} context-parallel ranks, the group has {size}; "
-            "build it with the group's size"
-        )
 
 
 def _check_shapes(

@@ -117,11 +117,7 @@ def _check(
     plan: RowPlan,
     cp_group: dist.ProcessGroup | None,
 ) -> None:
-    if plan.cp_size != group_size(cp_group):
-        raise ConfigError(
-            f"the plan is for {plan.cp_size} context-parallel ranks, the group has "
-            f"{group_size(cp_group)}; build it with the group's size"
-        )
+    plan.check_cp_size(group_size(cp_group))
     rank = group_rank(cp_group)
     for name, x, rows in (
         ("query", q, plan.blocks_per_rank),

@@ -143,13 +143,13 @@ class DFlashAttention(Attention):
         )
         plan = plan_of(packed_seq_params)
         places = self.places(plan, hidden_states)
+        scale = self.core_attention.softmax_scale
         attention = SplitKVAttention(
             plan,
             self.core_attention.cp_group,
             hidden_states.device,
             kernel=self._kernel(hidden_states),
-            softmax_scale=self.core_attention.softmax_scale
-            or self.hidden_size_per_attention_head**-0.5,
+            softmax_scale=self.hidden_size_per_attention_head**-0.5 if scale is None else scale,
             options=self.options,
         )
         # Queries travel while keys and values are projected; backward, dq while they go back.

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan.query_cast import QueryCast
 from megatron_splitkv.plan.staircase import DEFAULT_LEAF_LIMITS, LeafLimits, Staircase
 
@@ -64,6 +65,18 @@ class AttentionPlan(ABC):
     def blocks_per_rank(self) -> int:
         """N / P."""
         return self.num_blocks // self.cp_size
+
+    def check_cp_size(self, cp_size: int) -> None:
+        """Refuse a group of another size.
+
+        Raises:
+            ConfigError: naming both sizes.
+        """
+        if self.cp_size != cp_size:
+            raise ConfigError(
+                f"the plan is for {self.cp_size} context-parallel ranks, the group has {cp_size}; "
+                "build it with the group's size"
+            )
 
     def resolve_cast(self, cast: str, window: int | None = None) -> str:
         """Which cast `auto` is: ``group`` if the busiest rank then attends clearly fewer blocks.

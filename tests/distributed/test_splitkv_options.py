@@ -14,7 +14,9 @@ from megatron_splitkv.attention import (
     context_parallel_attention,
     split_context_parallel_attention,
 )
+from megatron_splitkv.attention.kernels import cpu
 from megatron_splitkv.attention.routing import row_exchange
+from megatron_splitkv.attention.strategies import SplitKVAttention
 from megatron_splitkv.comm import CommMeter, Routes, RowExchange
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
@@ -302,6 +304,16 @@ def test_values_of_an_uneven_exchange() -> None:
 def test_unknown_options_name_the_allowed(choice: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SplitKVOptions(**choice)
+
+
+def test_steps_refuse_what_is_not_of_their_plan_before_anything_travels() -> None:
+    plan, cpu_device = LOCAL.plan(2), torch.device("cpu")
+    with pytest.raises(ConfigError, match="plan is for 2 context-parallel ranks, the group has 1"):
+        SplitKVAttention(plan, None, cpu_device, kernel=cpu, softmax_scale=1.0)
+    attention = SplitKVAttention(LOCAL.plan(1), None, cpu_device, kernel=cpu, softmax_scale=1.0)
+    rows = attention.exchange.own_rows
+    with pytest.raises(ConfigError, match=f"hidden has {rows + 1} rows, the plan gives rank 0"):
+        attention.launch(torch.zeros(rows + 1, 4), label="hidden")
 
 
 @pytest.mark.parametrize("choice", [{"gather": "hidden"}, {"scatter": "proj"}])

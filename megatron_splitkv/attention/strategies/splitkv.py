@@ -35,7 +35,8 @@ from megatron_splitkv.attention.merge import (
 )
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.routing import row_exchange
-from megatron_splitkv.comm import RowExchange, group_rank
+from megatron_splitkv.comm import RowExchange, group_rank, group_size
+from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import AttentionPlan, check_window
 
 # Tensors that move once a layer, as the meter names them.
@@ -58,6 +59,9 @@ class SplitKVAttention:
         softmax_scale: factor on the scores.
         window: of a sliding-window layer; None for full attention.
         options: what travels; `gather` and `scatter` are the caller's, who calls the steps.
+
+    Raises:
+        ConfigError: the plan is of another group size, or the window hides a query from itself.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class SplitKVAttention:
         window: int | None = None,
         options: SplitKVOptions = SplitKVOptions(),
     ) -> None:
+        plan.check_cp_size(group_size(cp_group))
         check_window(window)
         self.plan = plan
         self.rank = group_rank(cp_group)
@@ -93,7 +98,15 @@ class SplitKVAttention:
 
         Shape:
             ``[Q_p, ...]``; the landed rows ``[A, ...]``.
+
+        Raises:
+            ConfigError: not the rows of this rank's blocks.
         """
+        if rows.shape[0] != self.exchange.own_rows:
+            raise ConfigError(
+                f"{label} has {rows.shape[0]} rows, the plan gives rank {self.rank} "
+                f"{self.exchange.own_rows}"
+            )
         return Flight(
             rows,
             self.exchange,
