@@ -2,8 +2,15 @@
 
 from collections.abc import Iterable
 
-CP_COMM_TYPES: tuple[str, ...] = ("splitkv",)
-PLAN_STRATEGIES: tuple[str, ...] = ("none", "zigzag", "lpt", "balanced", "balanced-local")
+CP_COMM_TYPES: tuple[str, ...] = ("splitkv", "a2a", "p2p", "ringx", "lv_xattn", "all_gather")
+PLAN_STRATEGIES: tuple[str, ...] = (
+    "none",
+    "zigzag",
+    "lpt",
+    "balanced",
+    "balanced-local",
+    "hypergraph",
+)
 KERNELS: tuple[str, ...] = ("auto", "naive", "cpu", "te", "flash", "flex")
 GATHER_PLACES: tuple[str, ...] = ("auto", "q", "hidden")
 SCATTER_PLACES: tuple[str, ...] = ("auto", "heads", "proj")
@@ -17,6 +24,9 @@ class ConfigError(ValueError):
     Entry points print the line and leave with exit code 2; it is raised on every rank alike and
     before any collective, so that no rank waits for another.
     """
+
+    speaker: bool | None = None
+    """Whether this rank prints the line; None: the first rank of each node does."""
 
 
 def require_choice(option: str, value: str, choices: Iterable[str]) -> str:

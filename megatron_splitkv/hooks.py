@@ -21,11 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from megatron_splitkv import compat
-from megatron_splitkv.config import CP_COMM_TYPES, ConfigError
+from megatron_splitkv.config import ConfigError
 
-# What Megatron knows by itself stays with it; names that both have are its own here.
-_STOCK_TYPES = ("p2p", "a2a", "allgather", "all_gather", "a2a+p2p")
-_ADDED_TYPES = tuple(name for name in CP_COMM_TYPES if name not in _STOCK_TYPES)
+# The peers' strategies are for draft blocks alone: other layers leave them to Megatron.
+_ADDED_TYPES = ("splitkv",)
 
 
 @dataclass(frozen=True)

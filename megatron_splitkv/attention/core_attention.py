@@ -36,17 +36,20 @@ class SplitKVCoreAttention(MegatronModule):
         config: Megatron's configuration.
         layer_number: 1-based number of the layer.
         attn_mask_type: which keys a query sees where no plan says it.
-        attention_type: accepted for the interface.
+        attention_type: ``cross``, or ``self`` for layers that cannot attend draft blocks.
         attention_dropout: dropout probability, `config.attention_dropout` if None; must be 0.
         softmax_scale: factor on the scores; ``1 / sqrt(head width)`` if None.
-        cp_comm_type: the strategy, one of `megatron_splitkv.config.CP_COMM_TYPES`; None, as
-            Megatron passes without context parallelism, is ``splitkv``.
+        cp_comm_type: the strategy, one of `megatron_splitkv.config.CP_COMM_TYPES`, or ``auto``, the
+            quickest of each call by estimate; None, as Megatron passes without context parallelism,
+            is ``splitkv``. All others are for draft blocks alone, and for layers of type ``cross``.
         pg_collection: process groups; `cp` is used if the configuration has context parallelism.
         kernel: the local attention kernel.
-        options: what split-KV communicates.
+        options: what split-KV communicates; a layer of another strategy takes from it what is its
+            own, so that layers can share one spec.
 
     Raises:
-        ConfigError: an unknown `cp_comm_type`, or a feature that this attention does not have.
+        ConfigError: an unknown `cp_comm_type`, or one of Megatron's own for an ordinary layer, or a
+            feature that this attention does not have.
     """
 
     def __init__(
@@ -66,7 +69,12 @@ class SplitKVCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.strategy = "splitkv" if cp_comm_type is None else cp_comm_type
-        require_choice("--cp-comm-type", self.strategy, CP_COMM_TYPES)
+        require_choice("--cp-comm-type", self.strategy, (*CP_COMM_TYPES, "auto"))
+        if self.strategy != "splitkv" and attention_type != "cross":
+            raise ConfigError(
+                f"--cp-comm-type {self.strategy} of a self-attention layer is Megatron's own: "
+                "leave it Megatron's core attention, or use splitkv"
+            )
         require_choice("--attention-kernel", kernel, KERNELS)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout > 0:
@@ -91,7 +99,7 @@ class SplitKVCoreAttention(MegatronModule):
             )
         self.layer_number = layer_number
         self.kernel = kernel
-        self.options = options
+        self.options = options.of_strategy(self.strategy)
         # Encoders may run without context parallelism although the group is there.
         cp_group = getattr(pg_collection, "cp", None)
         self.cp_group = cp_group if config.context_parallel_size > 1 else None
@@ -144,6 +152,11 @@ class SplitKVCoreAttention(MegatronModule):
                 raise ConfigError("splitkv takes no attention mask: the plan says who sees what")
             return self._attend_blocks(
                 query, key, value, block_key, block_value, plan_of(packed_seq_params)
+            )
+        if self.strategy != "splitkv":
+            raise ConfigError(
+                f"--cp-comm-type {self.strategy} is for draft blocks here, and no ContextPlan came "
+                "with these queries; use splitkv, or a core attention of Megatron's"
             )
         if isinstance(plan, RowPlan):
             if attention_mask is not None:
@@ -215,6 +228,7 @@ class SplitKVCoreAttention(MegatronModule):
                 block_value.squeeze(1),
                 plan,
                 self.cp_group,
+                strategy=self.strategy,
                 kernel=self.kernel,
                 softmax_scale=self.softmax_scale,
                 options=self.options,

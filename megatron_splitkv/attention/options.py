@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_splitkv.comm.links import Links, default_links
 from megatron_splitkv.config import (
     GATHER_PLACES,
     QUERY_CASTS,
@@ -24,9 +25,10 @@ class SplitKVOptions:
         query_cast: who gets which queries: ``all``, ``group`` (only ranks that hold keys which the
             query sees) or ``auto`` (``group`` where that moves clearly less).
         save: what is kept for backward: the ``gathered`` queries, or only the rank's ``own``, which
-            are then gathered again.
+            are then gathered again. With the strategy `all_gather`: keys and values instead.
         fp32_reduce: partial outputs and partial dq travel in fp32, twice the bytes, instead of the
             dtype of the queries. They are added in fp32 either way.
+        links: the machine that every ``auto`` estimates for; None: a preset for the device.
 
     Raises:
         ConfigError: an unknown name, or hidden rows gathered twice.
@@ -37,6 +39,7 @@ class SplitKVOptions:
     query_cast: str = "auto"
     save: str = "gathered"
     fp32_reduce: bool = False
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         require_choice("--splitkv-gather", self.gather, GATHER_PLACES)
@@ -48,6 +51,35 @@ class SplitKVOptions:
                 "--splitkv-save own gathers projected queries again in backward; use it with "
                 "--splitkv-gather q"
             )
+
+    def check_strategy(self, strategy: str) -> None:
+        """Refuse choices that mean nothing for a strategy.
+
+        Args:
+            strategy: one of `config.CP_COMM_TYPES`.
+
+        Raises:
+            ConfigError: naming the first such choice.
+        """
+        own = self.of_strategy(strategy)
+        for name, value in vars(self).items():
+            if value != getattr(own, name):
+                option = f"--splitkv-{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{option if value is True else f'{option} {value}'} means nothing for "
+                    f"--cp-comm-type {strategy}; drop it, or use --cp-comm-type splitkv"
+                )
+
+    def of_strategy(self, strategy: str) -> "SplitKVOptions":
+        """These options without those that mean nothing for a strategy."""
+        if strategy in ("splitkv", "auto"):
+            return self
+        save = self.save if strategy == "all_gather" else "gathered"
+        return SplitKVOptions(save=save, links=self.links)
+
+    def links_on(self, device_type: str) -> Links:
+        """`links`, or the preset for a device."""
+        return default_links(device_type) if self.links is None else self.links
 
     def require_projected(self) -> None:
         """Refuse places on the other side of projections that the caller does not see.

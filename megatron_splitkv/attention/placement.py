@@ -2,53 +2,18 @@
 
 Both places are exact. They differ in the width of what travels (hidden size or heads x head width)
 and in who projects: gathered hidden rows are projected by every rank, and so are outputs that are
-scattered behind the projection. Every rank then repeats (P - 1) / P of all rows' projection work.
+scattered behind the projection. Every rank then repeats the projection of the rows that it attends
+and does not own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_splitkv.attention.layer_shape import LayerShape
 from megatron_splitkv.attention.options import SplitKVOptions
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What one rank can do.
-
-    Args:
-        bytes_per_second: that a rank sends while all do.
-        flops: of a dense projection, per second.
-    """
-
-    bytes_per_second: float
-    flops: float
-
-
-# A 400 Gb/s link and dense bf16 of current GPUs; loopback and one CPU core.
-MACHINES = {"cuda": Machine(50e9, 400e12), "cpu": Machine(1e9, 50e9)}
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What the choice depends on; rows are of all ranks, widths of one tensor-parallel rank.
-
-    Args:
-        query_rows: Q.
-        context_rows: S.
-        cp_size: P.
-        hidden_size: d.
-        query_width: heads x head width.
-        key_width: key and value heads x head width, both together.
-        itemsize: bytes of an element on the wire.
-    """
-
-    query_rows: int
-    context_rows: int
-    cp_size: int
-    hidden_size: int
-    query_width: int
-    key_width: int
-    itemsize: int
+from megatron_splitkv.attention.strategies.volumes import Move, volume
+from megatron_splitkv.attention.transfers import move_seconds
+from megatron_splitkv.comm.links import Links
 
 
 @dataclass(frozen=True)
@@ -67,41 +32,21 @@ class Places:
 
 
 @lru_cache(maxsize=256)
-def choose_places(options: SplitKVOptions, shape: LayerShape, device_type: str) -> Places:
+def choose_places(options: SplitKVOptions, shape: LayerShape, links: Links) -> Places:
     """Choose where `options` says ``auto``: the quicker place by estimate, forward and backward.
-
-    The gather travels while context keys and values are projected: only what exceeds that time
-    counts. The scatter hides behind nothing.
 
     Args:
         options: what the user fixed.
         shape: of the layer and its micro-batch.
-        device_type: ``cuda`` or ``cpu``.
+        links: the machine.
     """
-    machine = MACHINES["cpu" if device_type == "cpu" else "cuda"]
-    travelling = shape.query_rows * (shape.cp_size - 1) / shape.cp_size  # rows a rank, one way
-    narrow, wide = shape.hidden_size, shape.query_width
-
-    def send(width: int) -> float:
-        return 2 * travelling * width * shape.itemsize / machine.bytes_per_second
-
-    # Forward one product, backward two.
-    repeat = 3 * 2 * travelling * narrow * wide / machine.flops
-    projected = shape.context_rows / shape.cp_size * shape.hidden_size * shape.key_width
-    hidden_behind = 3 * 2 * projected / machine.flops
-    seconds = {
-        "q": max(0.0, send(wide) - hidden_behind),
-        "hidden": max(0.0, send(narrow) - hidden_behind) + repeat,
-        "heads": send(wide),
-        "proj": send(narrow) + repeat,
-    }
-    if options.save == "own" or shape.cp_size == 1:
-        gather = "q"
-    else:
-        gather = min(("q", "hidden"), key=lambda place: seconds[place])
-    scatter = min(("heads", "proj"), key=lambda place: seconds[place])
-    if shape.cp_size == 1:
-        scatter = "heads"
+    alone = shape.cp_size == 1
+    seconds = place_seconds(options, shape, links)
+    gathers = ("q",) if options.save == "own" or alone else ("q", "hidden")
+    gather = min(gathers, key=lambda place: seconds[place])
+    scatter = min(("heads",) if alone else ("heads", "proj"), key=lambda place: seconds[place])
+    if shape.hidden_size == 0:  # no projection in sight
+        gather, scatter = "q", "heads"
     gather = gather if options.gather == "auto" else options.gather
     scatter = scatter if options.scatter == "auto" else options.scatter
     chosen = {
@@ -112,8 +57,52 @@ def choose_places(options: SplitKVOptions, shape: LayerShape, device_type: str) 
         f"{step} ({'by estimate' if by_us else 'as asked'})" for step, by_us in chosen.items()
     )
     estimates = ", ".join(f"{place} {1e3 * s:.3g}" for place, s in seconds.items())
+    whom = (
+        f"if all {shape.query_rows} queries went to all {shape.cp_size} ranks"
+        if shape.load is None
+        else f"for {shape.query_rows} queries on {shape.cp_size} ranks"
+    )
     reason = (
         f"split-KV {steps}; estimated ms a layer, forward and backward, that no computation hides, "
-        f"if all {shape.query_rows} queries went to all {shape.cp_size} ranks: {estimates}"
+        f"{whom}, over links {links.name}: {estimates}"
     )
     return Places(gather, scatter, reason)
+
+
+def place_seconds(options: SplitKVOptions, shape: LayerShape, links: Links) -> dict[str, float]:
+    """What each place costs a rank in one layer, forward and backward.
+
+    What is gathered travels while keys and values are projected, and its gradient comes back while
+    these go backward: only what exceeds that time counts. The scatter hides behind nothing.
+
+    Args:
+        options: of them `fp32_reduce`, and `save`: own queries are gathered twice.
+        shape: of the layer.
+        links: the machine.
+
+    Returns:
+        Seconds by place: ``q``, ``hidden``, ``heads``, ``proj``.
+    """
+    ranks, load = shape.cp_size, shape.loaded
+    rows = (shape.context_rows + shape.query_rows) / ranks
+    key_width = 2 * shape.kv_heads * shape.head_width
+    behind = 2 * rows * shape.hidden_size * key_width / links.dense_flops  # forward
+    repeated = max(0, load.attended_rows - shape.query_rows // ranks)
+    # Forward one product, backward two.
+    repeat = 3 * 2 * repeated * shape.hidden_size * shape.query_width / links.dense_flops
+
+    def of(move: Move) -> float:
+        if options.fp32_reduce and move.label in ("out", "grad_q", "grad_hidden"):
+            move = replace(move, itemsize=max(4, move.itemsize))
+        return move_seconds(move, links, ranks, far_share=load.far_share)
+
+    def total(gather: str, scatter: str) -> tuple[float, float]:
+        moved = volume("splitkv", shape.traffic(gather, scatter))
+        cast = {move.label: of(move) for move in (*moved.forward.moves, *moved.backward.moves)}
+        there, back = cast.pop(gather, 0.0), cast.pop(f"grad_{gather}", 0.0)
+        again = there if options.save == "own" else 0.0
+        exposed = max(0.0, there - behind) + max(0.0, back - 2 * behind) + again
+        return exposed, sum(cast.values())
+
+    (q, heads), (hidden, proj) = total("q", "heads"), total("hidden", "proj")
+    return {"q": q, "hidden": hidden + repeat, "heads": heads, "proj": proj + repeat}

@@ -8,11 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_splitkv.batch.redistribute import redistribute_rows
+from megatron_splitkv.comm import group_rank
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.packing import Pack
 from megatron_splitkv.plan import ContextPlan
+from megatron_splitkv.plan.row_source import RowSource
 
 
 def get_batch_on_this_cp_rank(
@@ -59,28 +63,7 @@ def get_batch_on_this_cp_rank(
         ConfigError: the plan was not made for this pack, or the reader returns other rows than
             asked for.
     """
-    features, positions = _context(pack, plan, cp_rank, read_features)
-    return {
-        "context_features": features,
-        "context_positions": positions,
-        **_blocks(pack, plan, cp_rank, mask_token_id),
-    }
-
-
-def _context(
-    pack: Pack,
-    plan: ContextPlan,
-    cp_rank: int,
-    read_features: Callable[[NDArray[np.int64]], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    end = int(pack.cu_seqlens[-1])
-    if end > plan.context_length:
-        raise ConfigError(
-            f"the pack holds {end} tokens, the plan covers {plan.context_length} context rows; "
-            "build the plan with the pack's length"
-        )
-    real = np.minimum(plan.row_ranges(cp_rank), end)
-    real = real[real[:, 0] < real[:, 1]]
+    real = _real_ranges(pack, plan, cp_rank)
     num_real = int((real[:, 1] - real[:, 0]).sum())
     features = read_features(real)
     if features.dim() != 2 or features.shape[0] != num_real:
@@ -88,14 +71,82 @@ def _context(
             f"read_features returned shape {tuple(features.shape)} for {num_real} rows; "
             "it must return [rows, features]"
         )
-    rows = plan.rows(cp_rank)
+    return _batch(pack, plan, cp_rank, features, mask_token_id)
+
+
+def get_online_batch_on_this_cp_rank(
+    pack: Pack,
+    plan: ContextPlan,
+    source: RowSource,
+    features: torch.Tensor,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    mask_token_id: int,
+) -> dict[str, torch.Tensor]:
+    """The same for features that are computed in the job, where each rank holds other rows.
+
+    One all-to-all-v brings them to the plan's owners; gradients flow back to `features` if these
+    want any. Rows from `cu_seqlens[-1]` on are zeros here too, whatever `features` hold there.
+
+    Args:
+        pack: documents, tokens and supervision of the whole micro-batch, the same on every rank.
+        plan: who shall hold what; made from anchors of this pack.
+        source: who holds what now, e.g. Megatron's zigzag.
+        features: the target's tapped hidden states of this rank's rows, in the source's order.
+        cp_group: the ranks; None for one process.
+        mask_token_id: the token of slots 1 to B - 1.
+
+    Returns:
+        What `get_batch_on_this_cp_rank` returns, but context_features on the device of `features`.
+
+    Shape:
+        features ``[source.num_rows(rank), C * d]``, or with Megatron's batch dimension
+        ``[source.num_rows(rank), 1, C * d]``.
+
+    Raises:
+        ConfigError: plan, source, pack, group and features do not fit each other.
+    """
+    cp_rank = group_rank(cp_group)
+    if features.dim() == 3 and features.shape[1] == 1:
+        features = features.squeeze(1)
+    if features.dim() != 2:
+        raise ConfigError(
+            f"features have shape {tuple(features.shape)}; they must be [rows, features] or "
+            "[rows, 1, features]: a micro-batch is one pack (--micro-batch-size 1)"
+        )
+    real = _real_ranges(pack, plan, cp_rank)
+    moved = redistribute_rows(features, plan, source, cp_group, label="context_features")
+    return _batch(pack, plan, cp_rank, moved[: int((real[:, 1] - real[:, 0]).sum())], mask_token_id)
+
+
+def _real_ranges(pack: Pack, plan: ContextPlan, cp_rank: int) -> NDArray[np.int64]:
+    """The rank's rows that belong to documents, as global ranges."""
+    end = int(pack.cu_seqlens[-1])
+    if end > plan.context_length:
+        raise ConfigError(
+            f"the pack holds {end} tokens, the plan covers {plan.context_length} context rows; "
+            "build the plan with the pack's length"
+        )
+    real = np.minimum(plan.row_ranges(cp_rank), end)
+    return real[real[:, 0] < real[:, 1]]
+
+
+def _batch(
+    pack: Pack, plan: ContextPlan, cp_rank: int, features: torch.Tensor, mask_token_id: int
+) -> dict[str, torch.Tensor]:
+    """The batch from the features of the rank's rows that belong to documents."""
+    rows, num_real = plan.rows(cp_rank), features.shape[0]
     document = np.searchsorted(pack.cu_seqlens, rows[:num_real], side="right") - 1
     positions = np.zeros(rows.size, dtype=np.int64)
     positions[:num_real] = rows[:num_real] - pack.cu_seqlens[document]
     if num_real < rows.size:
         # Zeros, not memory as it comes: 0 * NaN would reach the projection's weight gradient.
         features = torch.nn.functional.pad(features, (0, 0, 0, rows.size - num_real))
-    return features, torch.from_numpy(positions)
+    return {
+        "context_features": features,
+        "context_positions": torch.from_numpy(positions),
+        **_blocks(pack, plan, cp_rank, mask_token_id),
+    }
 
 
 def _blocks(

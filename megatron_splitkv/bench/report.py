@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -118,7 +120,7 @@ def draw_benchmark(result: AttentionBenchmark, path: str | os.PathLike[str]) -> 
 
 
 def write_benchmark(result: AttentionBenchmark, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write ``attention.json`` and ``attention.png`` into a folder; each is whole or absent.
+    """Write ``attention.json`` and ``attention.png`` into a folder, see `write_report`.
 
     Args:
         result: of `bench_attention`.
@@ -127,12 +129,34 @@ def write_benchmark(result: AttentionBenchmark, folder: str | os.PathLike[str]) 
     Returns:
         The files.
     """
+    return write_report(
+        folder, "attention", result.to_json(), lambda path: draw_benchmark(result, path)
+    )
+
+
+def write_report(
+    folder: str | os.PathLike[str],
+    name: str,
+    content: dict[str, Any],
+    draw: Callable[[Path], None],
+) -> list[Path]:
+    """Write ``<name>.json`` and ``<name>.png`` into a folder; each is whole or absent.
+
+    Args:
+        folder: made if it is not there.
+        name: of the files.
+        content: of the JSON file.
+        draw: writes a PNG to the path that it is given.
+
+    Returns:
+        The files.
+    """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    files = [target / "attention.json", target / "attention.png"]
+    files = [target / f"{name}.json", target / f"{name}.png"]
     aside = [file.with_name(file.name + ".partial") for file in files]
-    aside[0].write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    draw_benchmark(result, aside[1])
+    aside[0].write_text(json.dumps(content, indent=1) + "\n")
+    draw(aside[1])
     for partial, file in zip(aside, files, strict=True):
         os.replace(partial, file)
     return files

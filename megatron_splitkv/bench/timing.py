@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 PHASES = ("forward", "backward", "total")
 CLOCKS = ("cpu", "wall")
+_RESAMPLES = 10_000
 
 
 class Method(Protocol):
@@ -97,3 +98,31 @@ def _time(method: Method) -> list[list[float]]:
 
 def _clocks() -> tuple[float, float]:
     return time.process_time(), time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def bootstrap_ratio(
+    numerator: NDArray[np.float64], denominator: NDArray[np.float64], *, seed: int = 0
+) -> Interval:
+    """Ratio of two means over the same repeats, whose pairs are resampled together.
+
+    Args:
+        numerator: one value a repeat.
+        denominator: of the same repeats.
+        seed: of the resampling.
+
+    Shape:
+        float64[repeats] both.
+    """
+    drawn = np.random.default_rng(seed).integers(numerator.size, size=(_RESAMPLES, numerator.size))
+    ratios = numerator[drawn].sum(axis=1) / denominator[drawn].sum(axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Interval(float(numerator.sum() / denominator.sum()), float(low), float(high))

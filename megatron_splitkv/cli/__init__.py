@@ -8,7 +8,7 @@ from importlib import import_module
 from megatron_splitkv import __version__
 from megatron_splitkv.config import ConfigError
 
-COMMANDS = ("doctor", "prepare", "plan", "export", "evaluate", "bench")
+COMMANDS = ("doctor", "prepare", "plan", "export", "evaluate", "bench", "scale")
 
 
 def build_parser() -> argparse.ArgumentParser:

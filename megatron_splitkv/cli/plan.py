@@ -2,100 +2,128 @@
 
 import argparse
 import json
-import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError
+from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError, require_choice
+
+if TYPE_CHECKING:
+    from megatron_splitkv.data.target import Progress
+    from megatron_splitkv.plan.comparison import MicroBatch, Windows
 
 MAX_TOKENS = 1 << 28  # the described workload's loss mask lies in memory
+_DOCUMENTS = "4x262144"
+_SOURCES = ("zigzag", "contiguous", "none")
+_NO_KAHYPAR = "hypergraph is left out: it needs KaHyPar, pip install 'megatron-splitkv[hypergraph]'"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "plan",
-        help="compare planning strategies on a described workload",
-        description="Plans one packed micro-batch under every strategy and prints, and on request "
-        "draws, how even the ranks' attention work is.",
+        help="compare planning strategies on a workload, described or of a feature store",
+        description="Plans packed micro-batches under every strategy and prints, and on request "
+        "draws, how even the ranks' attention work is and what that costs. The workload is "
+        "described by --documents, or is what training reads from a --feature-store.",
     )
     parser.add_argument(
         "--documents",
-        default="4x262144",
         metavar="LENGTHS",
-        help="packed documents in tokens: '4x262144' or '3072,256,256' (default: %(default)s)",
+        help=f"packed documents in tokens: '4x262144' or '3072,256,256' (default: {_DOCUMENTS})",
     )
     parser.add_argument(
         "--prompt-fraction",
         type=float,
-        default=0.25,
-        help="share of each document without supervision (default: %(default)s, the paper's 1:3)",
-    )
-    parser.add_argument("--num-anchors", type=int, default=512, help="anchors a document")
-    parser.add_argument("--block-size", type=int, default=16, help="slots a draft block")
-    parser.add_argument("--cp-size", type=int, default=8, help="context-parallel ranks")
-    parser.add_argument("--chunks-per-rank", type=int, default=None, help="J (default: by rule)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the anchors")
-    parser.add_argument(
-        "--draw", metavar="PNG", default=None, help="draw the plan of --strategy into this file"
+        metavar="SHARE",
+        help="share of each described document without supervision (default: 0.25, the paper's)",
     )
     parser.add_argument(
-        "--strategy", default="balanced", choices=PLAN_STRATEGIES, help="what --draw shows"
+        "--feature-store", metavar="DIR", help="pack its documents as training does"
     )
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens a pack, with a store")
+    for option, default, text in (
+        ("--step", 0, "the first pack, or draw of anchors, counted from 0"),
+        ("--steps", 1, "how many packs or draws; the table then has means and worst cases"),
+        ("--num-anchors", 512, "anchors a document"),
+        ("--block-size", 16, "slots a draft block"),
+        ("--cp-size", 8, "context-parallel ranks"),
+        ("--seed", 0, "of packs and anchors"),
+    ):
+        help_text = f"{text} (default: %(default)s)"
+        parser.add_argument(option, type=int, default=default, metavar="N", help=help_text)
+    parser.add_argument(
+        "--chunks-per-rank",
+        type=int,
+        metavar="J",
+        help="default: as many as leave a chunk 128 rows long, at most 32",
+    )
+    parser.add_argument(
+        "--windows",
+        default="none",
+        metavar="LIST",
+        help="attention windows of the layers, e.g. 'none,512,512' (default: one full layer)",
+    )
+    parser.add_argument(
+        "--source",
+        default="zigzag",
+        choices=_SOURCES,
+        help="where the rows are before the plan moves them; none: every rank reads its own "
+        "(default: %(default)s, Megatron's)",
+    )
+    parser.add_argument(
+        "--strategies",
+        metavar="LIST",
+        help=f"which to compare, of {','.join(PLAN_STRATEGIES)} (default: all that can run)",
+    )
+    parser.add_argument("--draw", metavar="FILE", help="draw the plans, as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan under every strategy, print the comparison, draw one plan if asked."""
-    from megatron_splitkv.data.anchors import select_anchors
-    from megatron_splitkv.plan import build_plan
+    """Plan under every strategy, print the comparison, draw it if asked."""
+    from megatron_splitkv.cli.plan_report import comparison_json, print_comparison
+    from megatron_splitkv.plan.comparison import compare_strategies
 
-    lengths = parse_lengths(args.documents)
-    if args.seed < 0:
-        raise ConfigError(f"--seed {args.seed} must not be negative")
-    if not 0 <= args.prompt_fraction < 1:
-        raise ConfigError(f"--prompt-fraction {args.prompt_fraction} must be in [0, 1)")
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    loss_mask = np.ones(cu_seqlens[-1], dtype=np.bool_)
-    for start, length in zip(cu_seqlens, lengths, strict=False):
-        loss_mask[start : start + int(length * args.prompt_fraction)] = False
-    layout = select_anchors(
-        loss_mask,
-        cu_seqlens,
-        num_anchors=args.num_anchors,
-        block_size=args.block_size,
-        seed=args.seed,
-        step=0,
-        sample_ids=np.arange(lengths.size),
-    )
-    rows: dict[str, dict[str, float]] = {}
-    build_plan(layout, int(cu_seqlens[-1]), args.cp_size)  # untimed: numpy's first calls are slow
-    for strategy in PLAN_STRATEGIES:
-        begin = time.perf_counter()
-        plan = build_plan(
-            layout,
-            int(cu_seqlens[-1]),
+    windows = parse_windows(args.windows)
+    strategies, left_out = _strategies(args.strategies)
+    if args.draw:
+        from megatron_splitkv.plan.draw import draw_plans, picture_format
+
+        picture_format(args.draw)
+        if not Path(args.draw).absolute().parent.is_dir():
+            raise ConfigError(f"--draw {args.draw}: its folder does not exist")
+    for option in ("step", "seed"):
+        if getattr(args, option) < 0:
+            raise ConfigError(f"--{option} {getattr(args, option)} must not be negative")
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps} must be at least 1")
+    batches = _stored(args) if args.feature_store else _described(args)
+    with _progress(quiet=args.json or args.steps == 1) as progress:
+        comparison = compare_strategies(
+            batches,
             args.cp_size,
-            strategy=strategy,
+            strategies,
             chunks_per_rank=args.chunks_per_rank,
+            windows=windows,
+            source=args.source,
+            progress=progress,
         )
-        imbalance = plan.imbalance
-        rows[strategy] = {
-            "imbalance_percent": 100 * imbalance,
-            "max_work_pairs": int(plan.work.max()),
-            "max_context_rows": max(plan.num_rows(rank) for rank in range(args.cp_size)),
-            "planning_ms": 1e3 * (time.perf_counter() - begin),
-        }
-        if args.draw and strategy == args.strategy:
-            from megatron_splitkv.plan.draw import draw_plan
-
-            draw_plan(plan, args.draw)
     if args.json:
-        print(json.dumps(rows))
+        print(json.dumps(comparison_json(comparison)))
     else:
-        print_rows(rows, args)
+        print_comparison(comparison)
+        if left_out:
+            print(left_out)
+    if args.draw:
+        draw_plans(list(comparison.plans.values()), args.draw)
+        if not args.json:
+            print(f"drawn: {args.draw}")
     return 0
 
 
@@ -120,23 +148,102 @@ def parse_lengths(text: str) -> NDArray[np.int64]:
     return np.array(lengths, dtype=np.int64)
 
 
-def print_rows(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
-    """The comparison as a table for people."""
-    from rich.console import Console
-    from rich.table import Table
+def parse_windows(text: str) -> "Windows":
+    """Windows of the layers from 'none,512,512'.
 
-    table = Table(title=f"{args.documents} tokens on {args.cp_size} context-parallel ranks")
-    table.add_column("strategy")
-    for name in ("imbalance, max/mean - 1", "most work, pairs", "most rows", "planning, ms"):
-        table.add_column(name, justify="right")
-    for strategy, row in rows.items():
-        table.add_row(
-            strategy,
-            f"{row['imbalance_percent']:.3f} %",
-            f"{row['max_work_pairs']:,}",
-            f"{row['max_context_rows']:,}",
-            f"{row['planning_ms']:.2f}",
+    Raises:
+        ConfigError: not a list of positive numbers and 'none'.
+    """
+    windows: list[int | None] = []
+    for part in text.lower().split(","):
+        word = part.strip()
+        if word != "none" and not (word.isdecimal() and int(word) > 0):
+            raise ConfigError(
+                f"--windows {text!r}: {word!r} is no window; write 'none' for a layer with full "
+                "attention or the number of positions that it sees, e.g. 'none,512,512'"
+            )
+        windows.append(None if word == "none" else int(word))
+    return tuple(windows)
+
+
+def _strategies(text: str | None) -> tuple[list[str], str | None]:
+    """What to compare, and what to say about that which cannot run."""
+    has_kahypar = find_spec("kahypar") is not None
+    if text is None:
+        names = [name for name in PLAN_STRATEGIES if has_kahypar or name != "hypergraph"]
+        return names, None if has_kahypar else _NO_KAHYPAR
+    names = [
+        require_choice("--strategies", name.strip(), PLAN_STRATEGIES) for name in text.split(",")
+    ]
+    return list(dict.fromkeys(names)), None
+
+
+def _described(args: argparse.Namespace) -> "list[MicroBatch]":
+    from megatron_splitkv.data.anchors import select_anchors
+    from megatron_splitkv.plan.comparison import MicroBatch
+
+    if args.seq_length is not None:
+        raise ConfigError("--seq-length packs a feature store: give --feature-store too")
+    fraction = 0.25 if args.prompt_fraction is None else args.prompt_fraction
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"--prompt-fraction {fraction} must be in [0, 1)")
+    lengths = parse_lengths(_DOCUMENTS if args.documents is None else args.documents)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    loss_mask = np.ones(cu_seqlens[-1], dtype=np.bool_)
+    for start, length in zip(cu_seqlens, lengths, strict=False):
+        loss_mask[start : start + int(length * fraction)] = False
+    return [
+        MicroBatch(
+            select_anchors(
+                loss_mask,
+                cu_seqlens,
+                num_anchors=args.num_anchors,
+                block_size=args.block_size,
+                seed=args.seed,
+                step=step,
+                sample_ids=np.arange(lengths.size),
+            ).without_padding(),
+            cu_seqlens,
         )
-    Console().print(table)
-    if args.draw:
-        print(f"drawn: {args.draw}")
+        for step in range(args.step, args.step + args.steps)
+    ]
+
+
+def _stored(args: argparse.Namespace) -> "list[MicroBatch]":
+    from megatron_splitkv.data.packing import PackedEpochs, draw_blocks, read_pack
+    from megatron_splitkv.data.store import FeatureStore
+    from megatron_splitkv.plan.comparison import MicroBatch
+
+    for option in ("documents", "prompt_fraction"):
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} describes a workload; leave it out, or leave out "
+                "--feature-store"
+            )
+    if args.seq_length is None:
+        raise ConfigError("--feature-store needs --seq-length, the tokens of a pack in training")
+    store = FeatureStore(args.feature_store)
+    packing = PackedEpochs(store.lengths, args.seq_length, args.seed)
+    batches = []
+    for item in range(args.step, args.step + args.steps):
+        pack = read_pack(store, packing.pack_documents(item))
+        layout = draw_blocks(
+            pack,
+            num_anchors=args.num_anchors,
+            block_size=args.block_size,
+            seed=args.seed,
+            item_index=item,
+        )
+        batches.append(MicroBatch(layout, pack.cu_seqlens))
+    return batches
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> "Iterator[Progress]":
+    if quiet:
+        yield lambda done, total: None
+        return
+    from megatron_splitkv.cli.progress import stage_bars  # imports torch
+
+    with stage_bars() as stages, stages.stage("micro-batches") as progress:
+        yield progress

@@ -9,6 +9,12 @@ from megatron_splitkv.comm.collectives import (
     launch_all_to_all,
     launch_gather_rows,
 )
+from megatron_splitkv.comm.hops import (
+    launch_broadcast,
+    launch_gather_uneven,
+    launch_reduce_sum,
+    launch_shift,
+)
 from megatron_splitkv.comm.meter import Collective, CommMeter, mark
 from megatron_splitkv.comm.row_exchange import Routes, RowExchange
 
@@ -23,6 +29,10 @@ __all__ = [
     "group_rank",
     "group_size",
     "launch_all_to_all",
+    "launch_broadcast",
     "launch_gather_rows",
+    "launch_gather_uneven",
+    "launch_reduce_sum",
+    "launch_shift",
     "mark",
 ]

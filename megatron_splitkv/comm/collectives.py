@@ -7,6 +7,7 @@ the moved tensor in the meter's report.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,14 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
+class Work(Protocol):
+    """What a launched communication is waited for by: `dist.Work`, or several of them."""
+
+    def wait(self) -> object:
+        """Block the host, or on a GPU the current stream, until it is done."""
+        ...
+
+
 @dataclass
 class Pending:
     """A launched collective.
@@ -40,7 +49,7 @@ class Pending:
 
     result: torch.Tensor
     label: str
-    work: dist.Work | None = None
+    work: Work | None = None
     sent: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 Convention (the one in which communication volumes are published): elements that one of P ranks
 sends, with bandwidth-optimal algorithms. An all-gather or all-to-all of `n` elements in total sends
-n (P - 1) / P, an all-reduce of `n` elements 2 n (P - 1) / P; an uneven all-to-all what this rank
-sends to others.
+n (P - 1) / P, as does a broadcast or a reduction of `n` elements, whoever owns them; an all-reduce
+of `n` elements 2 n (P - 1) / P; a shift along a ring and an uneven exchange what this rank sends to
+others.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ class Collective:
     """One collective of one rank.
 
     Args:
-        op: ``all_gather``, ``all_to_all``, ``all_to_all_v``, ``all_reduce_max`` or
-            ``all_reduce_sum``.
+        op: ``all_gather``, ``all_gather_v``, ``all_to_all``, ``all_to_all_v``, ``all_reduce_max``,
+            ``all_reduce_sum``, ``broadcast``, ``reduce_sum`` or ``shift``.
         label: which tensor moved, e.g. ``q`` or ``lse_max``.
         elements: elements that this rank sends.
         dtype: dtype on the wire.
@@ -73,6 +74,14 @@ class CommMeter:
         self.records.clear()
         self.events.clear()
 
+    def note(self, collective: Collective) -> None:
+        """Take in a collective, right after it was launched; one that blocks, after it ended."""
+        self.records.append(collective)
+
+    def note_event(self, stage: str, label: str) -> None:
+        """Take in what `mark` says."""
+        self.events.append((stage, label))
+
     def _select(self, op: str | None, label: str | None) -> list[Collective]:
         return [r for r in self.records if op in (None, r.op) and label in (None, r.label)]
 
@@ -95,10 +104,14 @@ _ENTERED: list[CommMeter] = []
 
 _SENT: dict[str, Callable[[int, int], float]] = {
     "all_gather": lambda n, p: n * (p - 1) / p,
+    "all_gather_v": lambda n, p: float(n),
     "all_to_all": lambda n, p: n * (p - 1) / p,
     "all_to_all_v": lambda n, p: float(n),
     "all_reduce_max": lambda n, p: 2 * n * (p - 1) / p,
     "all_reduce_sum": lambda n, p: 2 * n * (p - 1) / p,
+    "broadcast": lambda n, p: n * (p - 1) / p,
+    "reduce_sum": lambda n, p: n * (p - 1) / p,
+    "shift": lambda n, p: float(n),
 }
 
 
@@ -108,15 +121,15 @@ def record(op: str, label: str, numel: int, dtype: torch.dtype, group_size: int)
     Args:
         op: one of the ops of `Collective`.
         label: which tensor moved.
-        numel: elements of the whole buffer: gathered, exchanged or reduced; of an uneven all-to-all
-            those for other ranks.
+        numel: elements of the whole buffer: gathered, exchanged, broadcast or reduced; of a shift
+            and of the uneven ops those for other ranks.
         dtype: dtype on the wire.
         group_size: P.
     """
     if _ENTERED:
         collective = Collective(op, label, _SENT[op](numel, group_size), dtype)
         for meter in _ENTERED:
-            meter.records.append(collective)
+            meter.note(collective)
 
 
 def mark(stage: str, label: str) -> None:
@@ -127,4 +140,4 @@ def mark(stage: str, label: str) -> None:
         label: which tensor.
     """
     for meter in _ENTERED:
-        meter.events.append((stage, label))
+        meter.note_event(stage, label)

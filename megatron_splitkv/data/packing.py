@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.data.store import FeatureStore
 
 # First fit looks for room among this many documents' packs: enough that packs fill well.
@@ -124,6 +125,31 @@ def read_pack(store: FeatureStore, document_ids: np.ndarray) -> Pack:
         token_ids=np.concatenate([store.token_ids(int(document)) for document in ids]),
         loss_mask=np.concatenate([store.loss_mask(int(document)) for document in ids]),
     )
+
+
+def draw_blocks(
+    pack: Pack, *, num_anchors: int, block_size: int, seed: int, item_index: int
+) -> BlockLayout:
+    """The draft blocks on which training sees a pack, without padding.
+
+    Args:
+        pack: of `read_pack`.
+        num_anchors: blocks per document.
+        block_size: B.
+        seed: the run's.
+        item_index: the item that the pack is.
+    """
+    layout = select_anchors(
+        pack.loss_mask,
+        pack.cu_seqlens,
+        # No document has more candidates than tokens.
+        num_anchors=min(num_anchors, int(np.diff(pack.cu_seqlens).max())),
+        block_size=block_size,
+        seed=seed,
+        step=item_index,
+        sample_ids=pack.document_ids,
+    )
+    return layout.without_padding()
 
 
 def feature_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], torch.Tensor]:

@@ -16,11 +16,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_splitkv.attention import SplitKVOptions, SplitKVPackedSeqParams
+from megatron_splitkv.attention import (
+    SplitKVOptions,
+    SplitKVPackedSeqParams,
+    split_context_parallel_attention,
+)
 from megatron_splitkv.attention.core_attention import plan_of
 from megatron_splitkv.attention.kernels import Kernel, select_kernel
-from megatron_splitkv.attention.placement import LayerShape, Places, choose_places
-from megatron_splitkv.attention.strategies import SplitKVAttention
+from megatron_splitkv.attention.layer_shape import LayerShape
+from megatron_splitkv.attention.placement import Places, choose_places
+from megatron_splitkv.attention.strategies import SplitKVAttention, check_heads
 from megatron_splitkv.drafter.rope import apply_rotary
 from megatron_splitkv.plan import AttentionPlan
 
@@ -51,8 +56,8 @@ class DFlashAttention(Attention):
     """Attention of draft rows to the context rows of all CP ranks and to their own block.
 
     The steps of split-KV are taken apart here: queries travel while keys and values are projected,
-    may be gathered before their projection, and outputs scattered behind theirs. `core_attention`
-    says which kernel and what travels.
+    may be gathered before their projection, and outputs scattered behind theirs. Other strategies
+    take projected tensors. `core_attention` says which strategy and kernel, and what travels.
 
     Context and draft rows go through the same key/value projection one after the other and stay
     separate tensors: joining them would copy the context's keys and values in every layer.
@@ -109,11 +114,18 @@ class DFlashAttention(Attention):
         }
         self.q_layernorm = submodules.q_layernorm(**norm)
         self.k_layernorm = submodules.k_layernorm(**norm)
+        self.strategy: str = self.core_attention.strategy
+        if self.strategy == "a2a":
+            check_heads(
+                self.num_attention_heads_per_partition,
+                self.num_query_groups_per_partition,
+                config.context_parallel_size,
+            )
         self.options: SplitKVOptions = self.core_attention.options
         if self.checkpoint_core_attention:
             # What Megatron calls recomputing core attention: nothing gathered is kept. The kernel
             # itself need not run again, it goes backward from the log-sum-exp alone.
-            self.options = replace(self.options, save="own")
+            self.options = replace(self.options, save="own").of_strategy(self.strategy)
 
     def forward(
         self,
@@ -142,8 +154,26 @@ class DFlashAttention(Attention):
             [len(key_value_states), len(key_value_states) + len(hidden_states)]
         )
         plan = plan_of(packed_seq_params)
-        places = self.places(plan, hidden_states)
         scale = self.core_attention.softmax_scale
+        if self.strategy != "splitkv":
+            key, value, block_key, block_value = self._keys(
+                key_value_states, hidden_states, context_rotary, block_rotary
+            )
+            merged = split_context_parallel_attention(
+                self._project_query(hidden_states, block_rotary).squeeze(1),
+                key,
+                value,
+                block_key,
+                block_value,
+                plan,
+                self.core_attention.cp_group,
+                strategy=self.strategy,
+                kernel=self.core_attention.kernel,
+                softmax_scale=scale,
+                options=self.options,
+            )
+            return self.linear_proj(merged.flatten(1).unsqueeze(1))
+        places = self.places(plan, hidden_states)
         attention = SplitKVAttention(
             plan,
             self.core_attention.cp_group,
@@ -160,9 +190,7 @@ class DFlashAttention(Attention):
                 hidden_states, group=self.tp_group
             )
             flight = attention.launch(own.squeeze(1), label="hidden")
-        key, value = self._project_key_value(key_value_states, context_rotary)
-        block_key, block_value = self._project_key_value(hidden_states, block_rotary)
-        keys = [x.squeeze(1) for x in (key, value, block_key, block_value)]
+        keys = self._keys(key_value_states, hidden_states, context_rotary, block_rotary)
         queries = (
             flight
             if places.gather == "q"
@@ -186,19 +214,25 @@ class DFlashAttention(Attention):
         Args:
             plan: of the micro-batch.
             like: any tensor of the device and dtype of the activations.
+
+        Returns:
+            Under another strategy than split-KV: between the projections.
         """
+        if self.strategy != "splitkv":
+            return Places("q", "heads", f"attention communicates by {self.strategy}")
         return choose_places(
             self.options,
             LayerShape(
                 query_rows=plan.num_blocks * plan.block_size,
                 context_rows=sum(plan.num_rows(rank) for rank in range(plan.cp_size)),
                 cp_size=plan.cp_size,
+                heads=self.num_attention_heads_per_partition,
+                kv_heads=self.num_query_groups_per_partition,
+                head_width=self.hidden_size_per_attention_head,
                 hidden_size=self.config.hidden_size,
-                query_width=self.query_projection_size // self.tp_group.size(),
-                key_width=2 * self.kv_projection_size // self.tp_group.size(),
                 itemsize=like.element_size(),
             ),
-            like.device.type,
+            self.options.links_on(like.device.type),
         )
 
     def get_query_key_value_tensors(self, *_: Any, **__: Any) -> NoReturn:
@@ -228,6 +262,18 @@ class DFlashAttention(Attention):
         per_head = self._heads(self.linear_kv(states)[0], 2)  # [rows, 1, n_kv, 2 * hd]
         key, value = per_head.chunk(2, dim=-1)  # views: the value is never copied
         return apply_rotary(self.k_layernorm(key), rotary), value
+
+    def _keys(
+        self,
+        context: torch.Tensor,
+        blocks: torch.Tensor,
+        context_rotary: torch.Tensor,
+        block_rotary: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Keys and values of the context, then of the own blocks' rows, ``[rows, n_kv, hd]``."""
+        key, value = self._project_key_value(context, context_rotary)
+        block_key, block_value = self._project_key_value(blocks, block_rotary)
+        return [x.squeeze(1) for x in (key, value, block_key, block_value)]
 
     def _heads(self, projected: torch.Tensor, width: int = 1) -> torch.Tensor:
         size = width * self.hidden_size_per_attention_head

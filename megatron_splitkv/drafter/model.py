@@ -178,7 +178,8 @@ class DFlashModel(MegatronModule):
         context = self.hidden_norm(self.fc(features[:, None])[0])  # [S, 1, d]
         blocks = self.vocabulary.embed_blocks(batch["block_tokens"], self.dflash.block_size)
         positions = [batch["context_positions"], batch["block_positions"]]
-        if self.places(plan).gather == "hidden":
+        layers = (layer.self_attention for layer in self.decoder.layers)
+        if any(layer.places(plan, self.fc.weight).gather == "hidden" for layer in layers):
             of_all_ranks = torch.from_numpy(plan.block_positions())
             positions.append(of_all_ranks.to(features.device, non_blocking=True))
         hidden = self.decoder(

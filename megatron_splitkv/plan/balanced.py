@@ -1,9 +1,13 @@
-"""Strategy `balanced`: the better of two constructions, then swaps with the most loaded rank.
+"""Strategy `balanced`: the best of several constructions, then swaps with the most loaded rank.
 
-Round-wise LPT (in each round the costliest chunks left meet the least loaded ranks) is good when
-chunks are few or uneven. Balanced differencing (Karmarkar and Karp's idea for bundles of equal
-count) is about ten times closer to even when chunks are many and alike, and worse when they are
-few. Both give every rank exactly J chunks, and both are a handful of numpy calls a round.
+Balanced differencing (Karmarkar and Karp's idea for bundles of equal count) is ten and more times
+closer to even than LPT when chunks are many and alike, and worse when they are few. LPT, which the
+ranks' own blocks may join, is good when chunks are few or uneven. Contiguous rows are good hardly
+ever, and cost nothing to try. All give every rank exactly J chunks.
+
+Every construction's bundles go to the ranks such that the costliest meets the least work of its
+own, which no other matching betters. So `balanced` is never behind `lpt` or `none` on the same
+grid. `zigzag` cuts every document by itself and may be luckier: see `build_plan`.
 
 Shape legend: P ranks, J chunks a rank.
 """
@@ -13,9 +17,19 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-# Bounds on the swaps: rounds, and (P * J * J) comparisons over all rounds.
+from megatron_splitkv.plan.strategies import (
+    assign_contiguous,
+    lpt_with_loads,
+    serve_in_rounds,
+)
+
+EVEN = 1e-4
+"""An imbalance that needs no mending: far below what a kernel's tiles and a clock leave of it."""
+
+# Bounds on the swaps: how many, comparisons for one of them, and for all together.
 _MAX_SWAPS = 64
-_MAX_COMPARISONS = 1 << 19
+_MAX_COMPARED = 1 << 11
+_MAX_COMPARISONS = 1 << 15
 
 
 def assign_balanced(
@@ -25,7 +39,8 @@ def assign_balanced(
 ) -> NDArray[np.int64]:
     """Owners of the chunks such that all ranks finish together as nearly as we can find.
 
-    Deterministic, ties included: chunks and ranks of equal standing go by their index.
+    Deterministic, ties included: chunks and ranks of equal standing go by their index, and only
+    stable sorts decide.
 
     Args:
         chunk_work: price of every chunk.
@@ -42,90 +57,132 @@ def assign_balanced(
         W. Michiels, J. Korst, E. Aarts, J. van Leeuwen, "Performance ratios for the differencing
         method applied to the balanced number partitioning problem" (the BLDM method).
     """
-    by_rounds = _round_wise_lpt(chunk_work, own_work, chunks_per_rank)
-    by_differences = _balanced_differencing(chunk_work, own_work, chunks_per_rank)
-    bundles = min(
-        (by_rounds, by_differences), key=lambda b: int((chunk_work[b].sum(1) + own_work).max())
-    )
-    bundles = _swap(chunk_work, own_work, bundles)
+    cp_size = own_work.size
+    costliest_first = (-chunk_work).argsort(kind="stable")
+    rounds = costliest_first.reshape(chunks_per_rank, cp_size)
+    bundles, load = _balanced_differencing(chunk_work, rounds)
+    candidates = [
+        lpt_with_loads(chunk_work, costliest_first, cp_size, chunks_per_rank),
+        (assign_contiguous(chunk_work.size, cp_size), chunk_work.reshape(cp_size, -1).sum(axis=1)),
+    ]
+    if own_work.min() < own_work.max():  # else it is LPT, or nearly
+        candidates.append(_lpt_beside_own_work(chunk_work, rounds, own_work))
+    most_own = np.sort(own_work)[::-1]
+    heaviest = int((load + most_own).max())
+    for bundle_of, other_load in candidates:
+        if (other := int((np.sort(other_load) + most_own).max())) < heaviest:
+            heaviest, load = other, other_load
+            bundles = bundle_of.argsort(kind="stable").reshape(cp_size, chunks_per_rank)
+
+    # The lightest bundle to the rank with most work of its own.
+    bundle_of_rank = np.empty(cp_size, dtype=np.int64)
+    bundle_of_rank[(-own_work).argsort(kind="stable")] = load.argsort(kind="stable")
+    bundles = bundles[bundle_of_rank]
+    _swap(chunk_work[bundles], load[bundle_of_rank] + own_work, bundles)
     owner = np.empty(chunk_work.size, dtype=np.int64)
-    owner[bundles] = np.arange(own_work.size)[:, None]
+    owner[bundles] = np.arange(cp_size)[:, None]
     return owner
 
 
-def _round_wise_lpt(
-    work: NDArray[np.int64], own_work: NDArray[np.int64], chunks_per_rank: int
-) -> NDArray[np.int64]:
-    """Chunks of every rank, int64[P, J]: in each round the costliest goes to the least loaded."""
-    rounds = np.argsort(-work, kind="stable").reshape(chunks_per_rank, -1)
-    load = own_work.copy()
-    bundles = np.empty((own_work.size, chunks_per_rank), dtype=np.int64)
-    for number, chunks in enumerate(rounds):
-        ranks = np.argsort(load, kind="stable")
-        bundles[ranks, number] = chunks
-        load[ranks] += work[chunks]
-    return bundles
+def _lpt_beside_own_work(
+    work: NDArray[np.int64], rounds: NDArray[np.int64], own_work: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(rank of every chunk, work of every rank without its own): LPT in rounds, from own work on.
+
+    Shape:
+        work int64[P * J], rounds (of chunks, costliest first) int64[J, P], own_work int64[P]
+        -> int64[P * J], int64[P].
+    """
+    priced = work[rounds]
+    ranks, before = serve_in_rounds(priced, own_work)
+    owner, load = np.empty_like(work), np.empty_like(own_work)
+    owner[rounds] = ranks
+    load[ranks[-1]] = before[-1] + priced[-1]
+    return owner, load - own_work
 
 
 def _balanced_differencing(
-    work: NDArray[np.int64], own_work: NDArray[np.int64], chunks_per_rank: int
-) -> NDArray[np.int64]:
-    """Chunks of every rank, int64[P, J]: partial bundles are merged so that differences cancel.
+    work: NDArray[np.int64], rounds: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(chunks of every bundle, load of every bundle): partial bundles whose differences cancel.
 
     Each round of P chunks is a partial solution; the two whose bundles differ most are merged, the
     largest bundle of one with the smallest of the other, until one solution is left.
-    """
-    rounds = np.argsort(-work, kind="stable").reshape(chunks_per_rank, -1)
-    # (minus the spread, age) decides; what follows is never compared.
-    solutions = [
-        (-int(work[chunks[0]] - work[chunks[-1]]), age, work[chunks], chunks[:, None])
-        for age, chunks in enumerate(rounds)
-    ]
-    heapq.heapify(solutions)
-    age = len(solutions)
-    while len(solutions) > 1:
-        _, _, loads, bundles = heapq.heappop(solutions)
-        _, _, other_loads, other_bundles = heapq.heappop(solutions)
-        loads = loads + other_loads[::-1]
-        bundles = np.concatenate([bundles, other_bundles[::-1]], axis=1)
-        order = np.argsort(-loads, kind="stable")
-        loads, bundles = loads[order], bundles[order]
-        heapq.heappush(solutions, (-int(loads[0] - loads[-1]), age, loads, bundles))
-        age += 1
-    # Bundles lie by falling load: the heaviest goes to the rank with the least work of its own.
-    by_rank = np.empty_like(solutions[0][3])
-    by_rank[np.argsort(own_work, kind="stable")] = solutions[0][3]
-    return by_rank
 
-
-def _swap(
-    work: NDArray[np.int64], own_work: NDArray[np.int64], bundles: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Exchange single chunks with the most loaded rank while that lowers the larger of two loads.
+    Args:
+        work: price of every chunk.
+        rounds: the chunks, costliest first.
 
     Shape:
-        bundles int64[P, J] -> int64[P, J].
+        work int64[P * J], rounds int64[J, P] -> int64[P, J], int64[P] ascending.
     """
-    bundles = bundles.copy()
-    priced = work[bundles]
-    load = priced.sum(axis=1) + own_work
-    ranks, per_rank = bundles.shape
-    for _ in range(min(_MAX_SWAPS, _MAX_COMPARISONS // max(1, priced.size * per_rank))):
-        heaviest = int(load.argmax())
-        # What the heaviest rank would hand over on balance: [rank, its chunk, the other's chunk].
-        moved = priced[heaviest][None, :, None] - priced[:, None, :]
-        larger = np.maximum(load[heaviest] - moved, load[:, None, None] + moved)
-        larger[heaviest] = load[heaviest]
-        best = int(larger.argmin())
-        if larger.flat[best] >= load[heaviest]:
-            break
-        other, mine, theirs = np.unravel_index(best, (ranks, per_rank, per_rank))
-        gain = moved[other, mine, theirs]
-        load[heaviest] -= gain
-        load[other] += gain
-        for table in (bundles, priced):
+    num_rounds, cp_size = rounds.shape
+    rounds = rounds[:, ::-1]
+    loads = list(work[rounds])  # of the bundles of every solution, ascending
+    solutions = [(int(load[0] - load[-1]), number) for number, load in enumerate(loads)]
+    heapq.heapify(solutions)  # by falling spread, then by age
+    # Of every merged solution: the two that it was made of, and which bundle of the first went
+    # into each of its own; of the other it was the one as far from the end.
+    merged: list[tuple[int, int, NDArray[np.int64]]] = []
+    for number in range(num_rounds, 2 * num_rounds - 1):
+        one = heapq.heappop(solutions)[1]
+        other = solutions[0][1]
+        load = loads[one] + loads[other][::-1]
+        order = load.argsort(kind="stable")
+        load = load[order]
+        loads.append(load)
+        merged.append((one, other, order))
+        heapq.heapreplace(solutions, (int(load[0] - load[-1]), number))
+
+    bundles = np.empty_like(rounds)
+    parts = [(len(loads) - 1, np.arange(cp_size))]  # a solution, and where its bundles went
+    while parts:
+        number, inside = parts.pop()
+        if number < num_rounds:
+            bundles[number] = rounds[number][inside]
+        else:
+            one, other, order = merged[number - num_rounds]
+            first = order[inside]
+            parts += ((one, first), (other, cp_size - 1 - first))
+    return bundles.T, loads[-1]
+
+
+def _swap(owned: NDArray[np.int64], load: NDArray[np.int64], bundles: NDArray[np.int64]) -> None:
+    """Exchange chunks of the most loaded rank while that lowers the larger of two loads.
+
+    Not beyond what counts as even.
+
+    Args:
+        owned: prices of every rank's chunks; changed in place, as the others are.
+        load: work of every rank.
+        bundles: chunks of every rank.
+
+    Shape:
+        owned, bundles int64[P, J]; load int64[P].
+    """
+    cp_size, per_rank = owned.shape
+    partners = min(cp_size - 1, max(1, _MAX_COMPARED // per_rank**2))
+    swaps = min(_MAX_SWAPS, _MAX_COMPARISONS // (partners * per_rank**2)) if partners else 0
+    even = (1 + EVEN) * float(load.sum()) / cp_size
+    for _ in range(swaps):
+        by_load = load.argsort(kind="stable")
+        heaviest, lightest = by_load[-1], by_load[:partners]
+        if load[heaviest] <= even:
+            return
+        # What it would hand over on balance, [its chunk, partner's chunk], and by how much the
+        # larger of the two loads would then exceed, or undercut, what it has now.
+        moved = owned[heaviest][:, None] - owned[lightest].ravel()
+        gap = np.repeat(load[heaviest] - load[lightest], per_rank)
+        change = np.maximum(-moved, moved - gap)
+        mine, theirs = divmod(int(change.argmin()), gap.size)
+        if change[mine, theirs] >= 0:
+            return
+        pairs = moved[mine, theirs]
+        other, theirs = lightest[theirs // per_rank], theirs % per_rank
+        load[heaviest] -= pairs
+        load[other] += pairs
+        for table in (owned, bundles):
             table[heaviest, mine], table[other, theirs] = (
                 table[other, theirs],
                 table[heaviest, mine],
             )
-    return bundles

@@ -18,8 +18,14 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.attention_plan import AttentionPlan
 from megatron_splitkv.plan.band import build_band_staircase, check_window
+from megatron_splitkv.plan.checks import check_layout, check_windows
 from megatron_splitkv.plan.own_blocks import own_block_staircase
-from megatron_splitkv.plan.pricing import price_chunks, price_own_blocks
+from megatron_splitkv.plan.pricing import (
+    FULL_ATTENTION,
+    price_chunks,
+    price_own_blocks,
+    window_starts,
+)
 from megatron_splitkv.plan.staircase import LeafLimits, Staircase, build_staircase
 
 
@@ -37,6 +43,8 @@ class ContextPlan(AttentionPlan):
         chunk_owner: the rank of every chunk.
         cp_size: P, ranks of the context-parallel group.
         strategy: how the owners were found.
+        windows: attention windows of the layers whose work is counted, one entry each; None is
+            full attention. The plan serves layers of any window.
 
     Shape:
         chunk_bounds int64[C + 1]; chunk_owner int64[C].
@@ -47,6 +55,7 @@ class ContextPlan(AttentionPlan):
     chunk_owner: NDArray[np.int64]
     cp_size: int
     strategy: str
+    windows: tuple[int | None, ...] = FULL_ATTENTION
 
     def __post_init__(self) -> None:
         for name in ("chunk_bounds", "chunk_owner"):
@@ -58,6 +67,7 @@ class ContextPlan(AttentionPlan):
             )
         if owner.size and not 0 <= owner.min() <= owner.max() < self.cp_size:
             raise ConfigError(f"chunk_owner must name ranks in [0, {self.cp_size})")
+        object.__setattr__(self, "windows", check_windows(self.windows))
         if self.layout.num_blocks % self.cp_size:
             raise ConfigError(
                 f"{self.layout.num_blocks} blocks do not divide among {self.cp_size} ranks; "
@@ -189,8 +199,8 @@ class ContextPlan(AttentionPlan):
 
     @cached_property
     def chunk_work(self) -> NDArray[np.int64]:
-        """Query-key pairs of every chunk, int64[C]."""
-        return price_chunks(self.layout, self.chunk_bounds)
+        """Query-key pairs of every chunk over all layers, int64[C]."""
+        return price_chunks(self.layout, self.chunk_bounds, self.windows)
 
     @cached_property
     def context_work(self) -> NDArray[np.int64]:
@@ -201,10 +211,10 @@ class ContextPlan(AttentionPlan):
 
     @cached_property
     def work(self) -> NDArray[np.int64]:
-        """`context_work` and the B x B pairs of every kept block that the rank owns, int64[P]."""
-        return self.context_work + price_own_blocks(self.layout, self.cp_size)
+        """`context_work` and the pairs of the kept blocks that the rank owns, int64[P]."""
+        return self.context_work + price_own_blocks(self.layout, self.cp_size, self.windows)
 
-    @property
+    @cached_property
     def imbalance(self) -> float:
         """max(work) / mean(work) - 1; 0 where there is no work at all."""
         total = int(self.work.sum())
@@ -214,7 +224,7 @@ class ContextPlan(AttentionPlan):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of blocks, chunk bounds and owners: equal on all ranks or the plans differ."""
+        """SHA-256 of all but the strategy: equal on all ranks, or the plans differ."""
         content = hashlib.sha256()
         arrays = self.to_arrays()
         for name in sorted(arrays.keys() - {"strategy"}):
@@ -233,6 +243,7 @@ class ContextPlan(AttentionPlan):
             "block_keep_mask": self.layout.block_keep_mask,
             "block_size": np.array([self.layout.block_size], dtype=np.int64),
             "cp_size": np.array([self.cp_size], dtype=np.int64),
+            "windows": np.array([window or 0 for window in self.windows], dtype=np.int64),
             "strategy": np.frombuffer(self.strategy.encode(), dtype=np.uint8).copy(),
         }
 
@@ -272,6 +283,7 @@ class ContextPlan(AttentionPlan):
             chunk_owner=vector("chunk_owner"),
             cp_size=int(vector("cp_size")[0]),
             strategy=bytes(vector("strategy")).decode(),
+            windows=tuple(window or None for window in vector("windows").tolist()),
         )
 
     def _check_rank(self, rank: int) -> None:
@@ -286,15 +298,12 @@ class ContextPlan(AttentionPlan):
     def _window_starts(self, rank: int, window: int) -> NDArray[np.int64]:
         """First local row that every slot sees; 0 for padding blocks.
 
-        A query at position p sees the keys x of its document with p - x < window; slot 0 is at its
-        anchor, and the context ends there for all slots.
-
         Shape:
             int64[N, B].
         """
-        anchor, start = self.layout.anchor_positions[:, None], self.layout.document_starts[:, None]
-        position = anchor + np.arange(self.block_size)
-        first = np.clip(position - window + 1, start, np.maximum(anchor, start))
+        first = window_starts(
+            self.layout.anchor_positions, self.layout.document_starts, self.block_size, window
+        )
         keep = self.layout.block_keep_mask[:, None]
         return np.where(keep, self._local_rows_before(rank, first), 0)
 
@@ -308,29 +317,3 @@ class ContextPlan(AttentionPlan):
         chunk = np.maximum(np.searchsorted(start, positions, side="right") - 1, 0)
         inside = np.clip(positions - start[chunk], 0, lengths[chunk])
         return local_start[chunk] + inside
-
-
-def check_layout(layout: BlockLayout, context_length: int) -> None:
-    """Refuse blocks that would see rows outside the context or of another document.
-
-    Raises:
-        ConfigError: a kept anchor does not lie in the context and in the document that it names.
-    """
-    starts, anchors = layout.document_starts, layout.anchor_positions
-    if starts.size and starts.max() > context_length:
-        raise ConfigError(
-            f"a document starts at {starts.max()}, beyond the context of {context_length} rows"
-        )
-    anchors, starts = anchors[layout.block_keep_mask], starts[layout.block_keep_mask]
-    if anchors.size and anchors.max() >= context_length:
-        raise ConfigError(
-            f"anchor {anchors.max()} lies beyond the context of {context_length} rows"
-        )
-    documents = np.unique(layout.document_starts)
-    crossing = documents[np.searchsorted(documents, anchors, side="right") - 1] != starts
-    if crossing.any():
-        i = int(crossing.argmax())
-        raise ConfigError(
-            f"anchor {anchors[i]} does not lie in the document that starts at {starts[i]}: "
-            "another document starts between them"
-        )

@@ -1,203 +1,264 @@
-"""A plan as a picture: who owns which context chunk, what it costs, and how even the ranks are."""
+"""Plans as one picture: what context costs, who holds which part of it, and who waits for whom."""
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgba_array
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.planner import build_plan
 from megatron_splitkv.plan.pricing import price_chunks
 
-# Okabe and Ito's palette, distinguishable under the common colour-vision deficiencies.
-_PALETTE = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#999999",
-)
-_OWN_BLOCKS = "#333333"
-_BINS = 1500  # about one per pixel of the profile
+# Light where a key is read by nobody, dark where many read it.
+_COST = LinearSegmentedColormap.from_list("cost", ["#dfe6ee", "#8fb8de", "#2a78b8", "#0b2f5c"])
+_WORK, _OWN_BLOCKS, _WAITING = "#2a78b8", "#333333", "#D55E00"
+_BINS = 1200  # about one a pixel of the profile
 _MAX_DOCUMENT_LINES = 40
-_BASELINES = ("none", "zigzag")
+_FORMATS = ("png", "svg")
 
 
 def draw_plan(plan: ContextPlan, path: str | os.PathLike[str]) -> None:
-    """Write a PNG: the cost of every context position by owner, and the work of every rank.
-
-    Above, the number of query rows that read each context key, coloured by the rank that owns the
-    key, over a strip of the owners; documents are set apart by dashed lines. Below, the work per
-    rank of this plan beside contiguous and zigzag rows for the same blocks, on one scale. The
-    time does not grow with the context length, and no global state of matplotlib is touched.
+    """Draw a plan below contiguous and zigzag rows for the same blocks, see `draw_plans`.
 
     Args:
         plan: what to draw.
-        path: the PNG file; its folder exists.
+        path: as there.
     """
-    figure = Figure(figsize=(12, 8.4), dpi=120, layout="constrained")
+    baselines = [
+        build_plan(
+            plan.layout, plan.context_length, plan.cp_size, strategy=name, windows=plan.windows
+        )
+        for name in ("none", "zigzag")
+        if name != plan.strategy
+    ]
+    draw_plans([*baselines, plan], path)
+
+
+def draw_plans(plans: Sequence[ContextPlan], path: str | os.PathLike[str]) -> None:
+    """Write a picture that compares plans of one micro-batch.
+
+    On top, how many query rows read the key at each context position. Below, for every plan, a line
+    a rank: at the left the positions that it holds, as dark as they are costly, at the right the
+    work that they make, and how long the rank waits for the busiest. The time that this takes does
+    not grow with the context length, and no global state of matplotlib is touched.
+
+    Args:
+        plans: at least one; of the same blocks and ranks.
+        path: a file whose name ends in .png or .svg; it is whole or as it was.
+
+    Raises:
+        ConfigError: another ending.
+    """
+    picture_format(path)
+    first = plans[0]
+    figure = Figure(figsize=(13, 2.6 + 1.75 * len(plans)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    blocks = plan.layout
     figure.suptitle(
-        f"Plan '{plan.strategy}': {plan.context_length:,} context rows on {plan.cp_size} ranks, "
-        f"{int(blocks.block_keep_mask.sum()):,} draft blocks of {blocks.block_size}",
+        f"{first.context_length:,} context rows on {first.cp_size} ranks, "
+        f"{int(first.layout.block_keep_mask.sum()):,} draft blocks of {first.layout.block_size}",
         fontsize=15,
     )
-    grid = figure.add_gridspec(3, 1, height_ratios=[10, 1, 9])
-    profile = figure.add_subplot(grid[0])
-    strip = figure.add_subplot(grid[1], sharex=profile)
-    colours = _rank_colours(plan.cp_size)
-    _draw_profile(profile, plan, colours)
-    _draw_owners(strip, plan, colours)
-    _draw_legend(figure, (profile, strip), colours)
-
-    baselines = [name for name in _BASELINES if name != plan.strategy]
-    plans = [plan] + [
-        build_plan(blocks, plan.context_length, plan.cp_size, strategy=name) for name in baselines
-    ]
-    columns = grid[2].subgridspec(1, len(plans))
-    top = max(float(other.work.max()) for other in plans)
-    for i, other in enumerate(plans):
-        bars = figure.add_subplot(columns[i])
-        _draw_work(bars, other, colours, top, is_this_plan=i == 0)
-        if i == 0:
-            bars.set_ylabel("work (query-key pairs)", fontsize=12)
-        else:
-            bars.tick_params(labelleft=False)
-    figure.savefig(path, format="png")
+    ratios = [1.15] + [1.0] * len(plans)
+    grid = figure.add_gridspec(1 + len(plans), 2, width_ratios=[2.5, 1], height_ratios=ratios)
+    profile = figure.add_subplot(grid[0, 0])
+    _draw_profile(profile, first)
+    _draw_key(figure, grid[0, 1])
+    longest = max(_relative(plan).max(initial=1.0) for plan in plans)
+    for i, plan in enumerate(plans):
+        owners = figure.add_subplot(grid[i + 1, 0], sharex=profile)
+        bars = figure.add_subplot(grid[i + 1, 1])
+        _draw_owners(owners, plan)
+        _draw_work(bars, plan, longest)
+        for axes in (owners, bars) if i < len(plans) - 1 else ():
+            axes.tick_params(labelbottom=False)
+    owners.set_xlabel("position in the packed context (tokens)", fontsize=11)
+    owners.xaxis.set_major_formatter(EngFormatter(sep=""))
+    bars.set_xlabel("work of a rank, % of the mean", fontsize=11)
+    save_figure(figure, path)
 
 
-def _draw_profile(axes: Axes, plan: ContextPlan, colours: NDArray[np.float64]) -> None:
-    """Mean cost of the keys of each bin; bins never straddle two chunks."""
-    bins = np.linspace(0, plan.context_length, _BINS + 1).astype(np.int64)
-    edges = np.union1d(bins, plan.chunk_bounds)
-    rows = np.maximum(np.diff(edges), 1)  # an empty context has one bin of no rows
-    height = price_chunks(plan.layout, edges) / rows
-    chunk = np.searchsorted(plan.chunk_bounds, edges[:-1], side="right") - 1
-    _add_columns(axes, edges[:-1], edges[1:], height, colours, plan.chunk_owner[chunk])
-    axes.set_xlim(0, max(plan.context_length, 1))
+def picture_format(path: str | os.PathLike[str]) -> str:
+    """`png` or `svg`, by the ending of a file's name.
+
+    Raises:
+        ConfigError: another ending.
+    """
+    ending = Path(path).suffix.lower().removeprefix(".")
+    if ending not in _FORMATS:
+        raise ConfigError(f"{os.fspath(path)}: pictures are written as .png or .svg")
+    return ending
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure beside its place, then move it there: the file is whole or as it was.
+
+    Args:
+        figure: what to write.
+        path: see `picture_format`.
+    """
+    partial = Path(path).with_name(Path(path).name + ".partial")
+    try:
+        figure.savefig(partial, format=picture_format(path))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _draw_profile(axes: Axes, plan: ContextPlan) -> None:
+    """Mean cost of the keys of each bin."""
+    edges = np.unique(np.linspace(0, plan.context_length, _BINS + 1).astype(np.int64))
+    height = _cost(plan, edges)
     highest = max(float(height.max(initial=0)), 1.0)
-    axes.set_ylim(0, 1.12 * highest)
-    axes.set_ylabel("query rows that read a key", fontsize=12)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.tick_params(labelbottom=False, labelsize=11)
-
-    starts = np.unique(plan.layout.document_starts)
-    if starts.size <= _MAX_DOCUMENT_LINES:
-        for i, start in enumerate(starts):
-            axes.axvline(start, color="black", linestyle="--", linewidth=1)
-            width = (*starts[1:], plan.context_length)[i] - start
-            if width > 0.1 * plan.context_length:
-                axes.text(
-                    start + 0.006 * plan.context_length,
-                    1.1 * highest,
-                    f"document {i}",
-                    fontsize=10,
-                    va="top",
-                )
-
-
-def _draw_owners(axes: Axes, plan: ContextPlan, colours: NDArray[np.float64]) -> None:
-    bounds = plan.chunk_bounds
-    height = np.ones(plan.chunk_owner.size)
-    _add_columns(axes, bounds[:-1], bounds[1:], height, colours, plan.chunk_owner)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
-    axes.set_ylabel("owner", fontsize=12, rotation=0, ha="right", va="center")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel("position in the packed context (tokens)", fontsize=12)
-    axes.tick_params(labelsize=11)
-
-
-def _draw_work(
-    axes: Axes, plan: ContextPlan, colours: NDArray[np.float64], top: float, *, is_this_plan: bool
-) -> None:
-    ranks = np.arange(plan.cp_size)
-    own = plan.work - plan.context_work
-    axes.bar(ranks, plan.context_work, color=colours[ranks], width=0.85)
-    axes.bar(ranks, own, bottom=plan.context_work, color=_OWN_BLOCKS, width=0.85)
-    mean = float(plan.work.mean())
-    axes.axhline(mean, color="black", linestyle=":", linewidth=1.3)
-    axes.set_ylim(0, 1.05 * max(top, 1.0))
-    title = f"{plan.strategy}: imbalance {100 * plan.imbalance:.2f} %"
-    axes.set_title(title, fontsize=13, fontweight="bold" if is_this_plan else "normal")
-    axes.set_xlabel("rank", fontsize=12)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    _add_boxes(axes, edges[:-1], edges[1:], 0 * height, height, height / highest)
+    axes.set_xlim(0, max(plan.context_length, 1))
+    axes.set_ylim(0, 1.25 * highest)
+    axes.set_ylabel("query rows\nthat read a key", fontsize=11)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.tick_params(labelsize=11)
+    axes.tick_params(labelbottom=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    starts = _document_starts(plan)
+    for i, start in enumerate(starts):
+        axes.axvline(start, color="black", linestyle="--", linewidth=0.8)
+        if (*starts[1:], plan.context_length)[i] - start > 0.1 * plan.context_length:
+            axes.text(
+                start + 0.006 * plan.context_length,
+                1.22 * highest,
+                f"document {i}",
+                fontsize=10,
+                va="top",
+            )
 
 
-def _draw_legend(figure: Figure, axes: Sequence[Axes], colours: NDArray[np.float64]) -> None:
-    """Below everything; many ranks get a colour scale instead of names."""
-    ranks = range(len(colours))
-    entries: list[Artist] = []
-    if len(colours) <= len(_PALETTE):
-        entries += [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
-    else:
-        norm = BoundaryNorm(np.arange(len(colours) + 1) - 0.5, len(colours))
-        scale = ScalarMappable(norm, ListedColormap(colours))
-        bar = figure.colorbar(scale, ax=list(axes), pad=0.01)
-        bar.set_label("rank that owns the key", fontsize=12)
-        bar.set_ticks(np.unique(np.linspace(0, len(colours) - 1, 9).astype(int)).tolist())
-        bar.minorticks_off()
-    entries += [
-        Patch(color=_OWN_BLOCKS, label="own blocks"),
-        Line2D([], [], color="black", linestyle=":", label="mean"),
-    ]
-    figure.legend(
-        handles=entries,
-        loc="outside lower center",
-        ncols=len(entries),
-        fontsize=11,
-        handlelength=1.4,
-        columnspacing=1.3,
+def _draw_owners(axes: Axes, plan: ContextPlan) -> None:
+    """A line a rank with the positions that it holds; pieces never straddle two chunks."""
+    length = plan.context_length
+    bins = np.linspace(0, length, _BINS + 1).astype(np.int64)
+    edges = np.union1d(bins, plan.chunk_bounds)
+    chunk = np.searchsorted(plan.chunk_bounds, edges[:-1], side="right") - 1
+    owner = plan.chunk_owner[chunk]
+    cost = _cost(plan, edges)
+    # A chunk that is narrower than a pixel is still to be seen.
+    right = np.maximum(edges[1:], edges[:-1] + length // _BINS)
+    _add_boxes(
+        axes, edges[:-1], right, owner - 0.5, owner + 0.5, cost / max(1.0, cost.max(initial=0))
+    )
+    for start in _document_starts(plan):
+        axes.axvline(start, color="black", linestyle="--", linewidth=0.8)
+    _rank_axis(axes, plan)
+    axes.set_ylabel("rank", fontsize=10)
+    axes.set_facecolor("white")
+    axes.set_title(plan.strategy, fontsize=12, loc="left", fontweight="bold")
+    imbalance = f"{100 * plan.imbalance:.3g} %"
+    axes.set_title(f"the busiest rank has {imbalance} more than the mean", fontsize=12, loc="right")
+
+
+def _draw_work(axes: Axes, plan: ContextPlan, longest: float) -> None:
+    """Work of every rank against contexts and own blocks, and the wait for the busiest rank."""
+    ranks, percent = np.arange(plan.cp_size), 100 * _relative(plan)
+    own = 100 * _relative(plan, plan.work - plan.context_work)
+    axes.barh(ranks, percent - own, height=1.0, color=_WORK)
+    axes.barh(ranks, own, left=percent - own, height=1.0, color=_OWN_BLOCKS)
+    busiest = float(percent.max(initial=0))
+    axes.barh(
+        ranks,
+        busiest - percent,
+        left=percent,
+        height=1.0,
+        facecolor="#fbe3d6",
+        edgecolor=_WAITING,
+        hatch="////" if plan.cp_size <= 16 else None,
+        linewidth=0,
+    )
+    axes.axvline(100, color="black", linestyle=":", linewidth=1.4)
+    axes.set_xlim(0, 104 * longest)
+    _rank_axis(axes, plan)
+    if plan.cp_size <= 16:
+        for rank in ranks[:-1]:
+            axes.axhline(rank + 0.5, color="white", linewidth=1.0)
+    waiting = 100 * (1 - 100 / busiest) if busiest else 0.0
+    axes.set_title(f"ranks wait {waiting:.3g} % of the time", fontsize=12, loc="left")
+
+
+def _draw_key(figure: Figure, place: SubplotSpec) -> None:
+    axes = figure.add_subplot(place)
+    axes.axis("off")
+    axes.legend(
+        handles=[
+            Patch(facecolor=_COST(0.0), label="context that nobody reads"),
+            Patch(facecolor=_COST(1.0), label="context that most queries read"),
+            Patch(facecolor=_WORK, label="work on the context"),
+            Patch(facecolor=_OWN_BLOCKS, label="work on own draft blocks"),
+            Patch(
+                facecolor="#fbe3d6",
+                edgecolor=_WAITING,
+                hatch="////",
+                linewidth=0,
+                label="waiting for the busiest rank",
+            ),
+            Line2D([], [], color="black", linestyle=":", label="mean work"),
+            Line2D([], [], color="black", linestyle="--", label="a document begins"),
+        ],
+        loc="center left",
+        fontsize=10,
         frameon=False,
     )
 
 
-def _add_columns(
+def _rank_axis(axes: Axes, plan: ContextPlan) -> None:
+    axes.set_ylim(plan.cp_size - 0.5, -0.5)  # rank 0 on top
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _relative(plan: ContextPlan, work: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """Work by rank, of all the mean is 1."""
+    return (plan.work if work is None else work) / max(1.0, float(plan.work.mean()))
+
+
+def _cost(plan: ContextPlan, edges: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Query rows that read a key, a mean over the keys between two edges and over the layers."""
+    rows = np.maximum(np.diff(edges), 1)
+    return price_chunks(plan.layout, edges, plan.windows) / rows / len(plan.windows)
+
+
+def _document_starts(plan: ContextPlan) -> list[int]:
+    starts: list[int] = np.unique(plan.layout.document_starts).tolist()
+    return starts if len(starts) <= _MAX_DOCUMENT_LINES else []
+
+
+def _add_boxes(
     axes: Axes,
     left: NDArray[np.int64],
     right: NDArray[np.int64],
-    height: NDArray[np.float64],
-    colours: NDArray[np.float64],
-    owner: NDArray[np.int64],
+    bottom: NDArray[np.floating],
+    top: NDArray[np.floating],
+    shade: NDArray[np.float64],
 ) -> None:
-    """One flat rectangle a column, all in a single artist."""
-    zero = np.zeros(left.size)
+    """One flat rectangle each, all in a single artist, which an SVG holds as a picture."""
     corners = np.stack(
         [
-            np.stack([left, zero], axis=1),
-            np.stack([left, height], axis=1),
-            np.stack([right, height], axis=1),
-            np.stack([right, zero], axis=1),
+            np.stack([left, bottom], axis=1),
+            np.stack([left, top], axis=1),
+            np.stack([right, top], axis=1),
+            np.stack([right, bottom], axis=1),
         ],
         axis=1,
     )
-    axes.add_collection(
-        PolyCollection(
-            list(corners), facecolors=colours[owner], edgecolors="none", antialiaseds=False
-        )
+    boxes = PolyCollection(
+        list(corners), facecolors=_COST(shade), edgecolors="none", antialiaseds=False
     )
-
-
-def _rank_colours(cp_size: int) -> NDArray[np.float64]:
-    """One RGBA colour a rank, float64[P, 4]."""
-    if cp_size <= len(_PALETTE):
-        return to_rgba_array(_PALETTE[:cp_size])
-    return np.asarray(colormaps["viridis"](np.linspace(0, 1, cp_size)))
+    boxes.set_rasterized(True)
+    axes.add_collection(boxes)

@@ -1,8 +1,9 @@
 """Strategy `balanced-local`: the chunks of a document stay within a few consecutive ranks.
 
 Draft blocks then meet their keys on a part of the ranks only, and with query cast `group` they
-travel nowhere else. The ranks are cut into as many equal groups as balance allows; each document
-goes to one group, and within a group the plan is that of `balanced`.
+travel nowhere else. Every document goes to one group of ranks, and within a group the plan is that
+of `balanced`. What a group has too much of work it gives to others as the tails of documents: few
+blocks have their anchors behind them, so few queries follow.
 
 Blocks are owned in layout order, so groups take documents in that order where they can: the ranks
 that hold a document's keys are then those that own its blocks.
@@ -12,53 +13,56 @@ Context rows that no block sees cost memory and nothing else. They go wherever r
 Shape legend: P ranks, J chunks a rank, G groups, D documents with work, N blocks.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.balanced import assign_balanced
-from megatron_splitkv.plan.pricing import cumulative_context_work, price_chunks, price_own_blocks
-from megatron_splitkv.plan.strategies import assign_lpt, equal_chunks
+from megatron_splitkv.plan.documents import Documents
+from megatron_splitkv.plan.locality import match_ranks
+from megatron_splitkv.plan.pricing import FULL_ATTENTION, price_chunks, price_own_blocks
+from megatron_splitkv.plan.rank_groups import RankGroups, possible_groups
+from megatron_splitkv.plan.row_source import RowSource
+from megatron_splitkv.plan.strategies import equal_chunks
+from megatron_splitkv.plan.tails import Pieces, TakingLimits, even_pieces
 
-# Percent of the busiest rank's work under `balanced`. The works of equal documents of 512 anchors
-# differ by some 2 % from draw to draw, and those of 128 anchors by 4 %: less would refuse groups
-# that nothing but luck tells apart; more would cost more attention than the traffic is worth.
-_WORK_BOUND = 105
-# Percent of an even share of the context. Keys and values are what a rank's memory is spent on, and
-# documents of equal work may differ in length: even rows are not given up for more than this.
+# Most work of a rank, in thousandths of an even share (or what `balanced` reaches, if that is
+# more): more would cost more attention than the traffic is worth.
+_WORK_BOUND = 1015
+# Most rows of a rank, in percent of an even share of the context. Keys and values are what a rank's
+# memory is spent on, and documents of equal work may differ in length: even rows are not given up
+# for more than this.
 _ROWS_BOUND = 150
-
-
-@dataclass(frozen=True, eq=False)
-class _Documents:
-    """Documents of which blocks see something, by position: the rows seen, and their price.
-
-    Shape:
-        start, end, work int64[D].
-    """
-
-    start: NDArray[np.int64]
-    end: NDArray[np.int64]
-    work: NDArray[np.int64]
+# A rank first takes tails that at most this part of all blocks see, in percent. If work is not even
+# then, it takes what it must.
+_TAIL_BLOCKS = 5
 
 
 def local_chunks(
-    layout: BlockLayout, context_length: int, cp_size: int, chunks_per_rank: int
+    layout: BlockLayout,
+    context_length: int,
+    cp_size: int,
+    chunks_per_rank: int,
+    windows: Sequence[int | None] = FULL_ATTENTION,
+    source: RowSource | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut and assign the context such that each document stays within a group of ranks.
+    """Cut and assign the context such that the busiest rank attends as few blocks as it may.
 
-    The most groups are taken under which no rank has more than 1.05 times the work of the busiest
-    rank of `balanced`, nor more than 1.5 times an even share of the rows (and J). One group is
-    `balanced` itself. Deterministic.
+    Of several ways to group documents and ranks, the one is taken under which the fewest blocks
+    see a rank's rows or belong to it, while no rank has more than 1.015 times an even share of the
+    work (or what the busiest rank of `balanced` has), nor more than 1.5 times an even share of the
+    rows (and J). One group is `balanced` itself. Deterministic.
 
     Args:
         layout: the blocks, a multiple of `cp_size` of them.
         context_length: S.
         cp_size: P.
         chunks_per_rank: J.
+        windows: of the layers whose work is balanced, one entry each.
+        source: where the rows are; bundles then go to the ranks of their group that hold most of
+            them. Elsewhere a bundle would part from the blocks that see it.
 
     Returns:
         (chunk_bounds, chunk_owner). A rank has J chunks of its group's rows, equally long but for
@@ -67,153 +71,179 @@ def local_chunks(
     Shape:
         -> int64[C + 1], int64[C].
     """
-    own_work = price_own_blocks(layout, cp_size)
+    own_work = price_own_blocks(layout, cp_size, windows)
     bounds = equal_chunks(context_length, cp_size * chunks_per_rank)
-    chunk_work = price_chunks(layout, bounds)
+    chunk_work = price_chunks(layout, bounds, windows)
     owner = assign_balanced(chunk_work, own_work, chunks_per_rank)
     load = own_work.copy()
     np.add.at(load, owner, chunk_work)
-    most_work = int(load.max()) * _WORK_BOUND // 100
+    most_work = max(int(load.max()), int(load.sum()) * _WORK_BOUND // (1000 * cp_size))
     most_rows = -(-context_length // cp_size) * _ROWS_BOUND // 100
 
-    documents = _documents(layout)
-    for groups in range(min(cp_size, documents.work.size), 1, -1):
-        if cp_size % groups:
+    documents = Documents.of(layout, windows)
+    all_ranks = RankGroups(np.zeros_like(documents.work), np.array([cp_size]))
+    least, best = _attended(documents, all_ranks, np.array([documents.anchors.size])), all_ranks
+    for groups in _by_blocks(documents, cp_size):
+        if groups.sums(documents.blocks).max() >= least:
+            break
+        pieces = _even_pieces(documents, groups, own_work, context_length, most_work, most_rows)
+        if pieces is None or (attended := _attended(documents, groups, pieces.blocks)) >= least:
             continue
-        for group_of in _partitions(documents.work, groups):
-            group_work = own_work.reshape(groups, -1).sum(axis=1)
-            np.add.at(group_work, group_of, documents.work)
-            ranges = _group_rows(documents, group_of, groups, context_length)
-            group_rows = np.zeros(groups, dtype=np.int64)
-            np.add.at(group_rows, ranges[2], ranges[1])
-            size = cp_size // groups
-            if group_work.max() > most_work * size or group_rows.max() > most_rows * size:
-                continue  # not even with perfect balance inside the group
-            grouped_bounds, grouped_owner, work = _assign(
-                layout, ranges, group_rows, own_work, chunks_per_rank
-            )
-            if work.max() <= most_work:
-                return grouped_bounds, grouped_owner
+        cuts, chunk_of, work = _cut_groups(
+            layout, context_length, groups.size, pieces, chunks_per_rank, windows
+        )
+        rank, load = _assign(work, own_work, groups.size, chunks_per_rank)
+        if load.max() <= most_work:
+            least, best, bounds, owner = attended, groups, cuts, rank[chunk_of]
+    if source is not None:
+        alike = best.of_rank * (int(own_work.max()) + 1) + own_work
+        owner = match_ranks(bounds, owner, alike, source)
     return bounds, owner
 
 
-def _documents(layout: BlockLayout) -> _Documents:
-    """The documents with work; their ranges end with the last key that is seen.
+def _by_blocks(documents: Documents, cp_size: int) -> list[RankGroups]:
+    """Possible groups; first those of which no group has many blocks."""
+    if not documents.work.any():
+        return []
+    return sorted(
+        possible_groups(documents.work, cp_size),
+        key=lambda groups: int(groups.sums(documents.blocks).max()),
+    )
 
-    Padding blocks and blocks in any order are allowed.
+
+def _even_pieces(
+    documents: Documents,
+    groups: RankGroups,
+    own_work: NDArray[np.int64],
+    context_length: int,
+    most_work: int,
+    most_rows: int,
+) -> Pieces | None:
+    """Pieces that few blocks see beyond their groups, else any, else None: if none are even."""
+    num_blocks = documents.of_block.size
+    most_blocks = int(groups.sums(documents.blocks).max())
+    for tails in (num_blocks * _TAIL_BLOCKS // 100, num_blocks):
+        limits = TakingLimits(most_rows, most_blocks + tails)
+        pieces = even_pieces(documents, groups, own_work, context_length, limits)
+        even = (pieces.work <= most_work * groups.size).all()
+        if even and (pieces.rows <= most_rows * groups.size).all():
+            return pieces
+    return None
+
+
+def _attended(documents: Documents, groups: RankGroups, seeing: NDArray[np.int64]) -> int:
+    """Blocks that a rank attends at most: those `seeing` its group's rows, and its own."""
+    home = np.append(groups.group_of, -1)[documents.of_block].reshape(groups.of_rank.size, -1)
+    away = (home != groups.of_rank[:, None]).sum(axis=1)
+    return int((seeing[groups.of_rank] + away).max())
+
+
+def _cut_groups(
+    layout: BlockLayout,
+    context_length: int,
+    size: NDArray[np.int64],
+    pieces: Pieces,
+    chunks_per_rank: int,
+    windows: Sequence[int | None],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut every group's rows into equal chunks, J for each of its ranks.
+
+    Args:
+        layout: the blocks.
+        context_length: S.
+        size: ranks of every group.
+        pieces: of documents, in groups.
+        chunks_per_rank: J.
+        windows: of the layers.
+
+    Returns:
+        (bounds, chunk of every range between two bounds, work of every chunk), chunks by group.
+
+    Shape:
+        size int64[G] -> int64[C + 1], int64[C], int64[P * J].
     """
-    keep = layout.block_keep_mask
-    start, document = np.unique(layout.document_starts[keep], return_inverse=True)
-    end = start.copy()
-    np.maximum.at(end, document, layout.anchor_positions[keep])
-    seen = end > start
-    start, end = start[seen], end[seen]
-    work = cumulative_context_work(layout, end) - cumulative_context_work(layout, start)
-    return _Documents(start, end, work)
-
-
-def _partitions(work: NDArray[np.int64], groups: int) -> Iterator[NDArray[np.int64]]:
-    """Ways to give every document a group, int64[D] each: in layout order, then by LPT.
-
-    In layout order a document belongs where the middle of its work lies among all work. LPT is
-    closer to even where documents differ, and its groups are numbered by their first document.
-    """
-    pairs = work.tolist()
-    total, before, in_order = sum(pairs), 0, []
-    for price in pairs:  # Python integers: the products may exceed int64
-        in_order.append((2 * before + price) * groups // (2 * total))
-        before += price
-    yield np.array(in_order, dtype=np.int64)
-
-    by_lpt = assign_lpt(work, groups, work.size)
-    _, first = np.unique(by_lpt, return_index=True)
-    yield np.argsort(np.argsort(first))[by_lpt]
+    start, length, group_rows = _group_rows(pieces, size, context_length)
+    chunks = size * chunks_per_rank
+    number = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    before = np.repeat(np.cumsum(group_rows) - group_rows, chunks)
+    cuts = before + number * np.repeat(group_rows, chunks) // np.repeat(chunks, chunks)
+    start, _, chunk_of = _cut(start, length, np.append(cuts, context_length))
+    order = np.argsort(start)
+    bounds, chunk_of = np.append(start[order], context_length), chunk_of[order]
+    work = np.zeros(chunks.sum(), dtype=np.int64)
+    np.add.at(work, chunk_of, price_chunks(layout, bounds, windows))
+    return bounds, chunk_of, work
 
 
 def _group_rows(
-    documents: _Documents, group_of: NDArray[np.int64], groups: int, context_length: int
+    pieces: Pieces, size: NDArray[np.int64], context_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Every context row's group: documents where `group_of` says, other rows where rows are few.
+    """All rows of the context by group: pieces where they are, others where rows are few.
 
     Returns:
-        (start, length, group) of ranges that cover the context once, by group and position.
+        (start of ranges by group and position, their lengths, rows of every group).
 
     Shape:
-        three int64[R].
+        size int64[G] -> int64[R], int64[R], int64[G].
     """
-    length = documents.end - documents.start
-    rows = np.zeros(groups, dtype=np.int64)
-    np.add.at(rows, group_of, length)
-    unseen_start = np.append(0, documents.end)
-    unseen_length = np.append(documents.start, context_length) - unseen_start
-    fill = _level(rows, int(unseen_length.sum()))
-    pieces, piece_length, piece_group = _cut(
-        unseen_start, unseen_length, np.append(0, np.cumsum(fill))
-    )
-    start = np.concatenate([documents.start, pieces])
-    group = np.concatenate([group_of, piece_group])
-    order = np.lexsort([start, group])
-    return start[order], np.concatenate([length, piece_length])[order], group[order]
+    unseen_start = np.append(0, pieces.end)
+    unseen_length = np.append(pieces.start, context_length) - unseen_start
+    fill = _level(pieces.rows, size, int(unseen_length.sum()))
+    start, length, group = _cut(unseen_start, unseen_length, np.append(0, np.cumsum(fill)))
+    start = np.concatenate([pieces.start, start])
+    length = np.concatenate([pieces.end - pieces.start, length])
+    order = np.lexsort([start, np.concatenate([pieces.group, group])])
+    return start[order], length[order], pieces.rows + fill
 
 
-def _level(rows: NDArray[np.int64], extra: int) -> NDArray[np.int64]:
-    """How to pour `extra` rows into the groups so that the emptiest rise to one level.
+def _level(rows: NDArray[np.int64], size: NDArray[np.int64], extra: int) -> NDArray[np.int64]:
+    """How to pour `extra` rows into groups so that the ranks of the emptiest rise to one level.
+
+    Args:
+        rows: of every group.
+        size: ranks of every group.
+        extra: rows to pour.
 
     Shape:
-        rows int64[G] -> int64[G] with the sum `extra`.
+        rows, size int64[G] -> int64[G] with the sum `extra`.
     """
-    order = np.argsort(rows, kind="stable")
-    filled = np.cumsum(rows[order]) + extra  # rows of the k + 1 emptiest and all of the extra
-    count = int((rows[order] * np.arange(1, rows.size + 1) <= filled).sum())
-    level = np.diff(equal_chunks(int(filled[count - 1]), count))  # to one row, none below `rows`
+    order = np.argsort(rows / size, kind="stable")
+    rows_of, ranks_of = rows[order], size[order]
+    filled = np.cumsum(rows_of) + extra  # rows of the k + 1 emptiest and all of the extra
+    ranks = np.cumsum(ranks_of)
+    count = int((rows_of * ranks <= filled * ranks_of).sum())
+    ends = ranks[:count] * int(filled[count - 1]) // int(ranks[count - 1])
+    level = np.diff(np.append(0, ends))  # to one row, none below `rows`
     poured = np.zeros_like(rows)
-    poured[order[:count]] = level - rows[order[:count]]
+    poured[order[:count]] = level - rows_of[:count]
     return poured
 
 
 def _assign(
-    layout: BlockLayout,
-    ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-    group_rows: NDArray[np.int64],
+    chunk_work: NDArray[np.int64],
     own_work: NDArray[np.int64],
+    size: NDArray[np.int64],
     chunks_per_rank: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut every group's rows into equal chunks and balance them over the group's ranks.
-
-    Args:
-        layout: the blocks.
-        ranges: from `_group_rows`.
-        group_rows: rows of every group.
-        own_work: work that every rank has anyway.
-        chunks_per_rank: J.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Balance every group's chunks over its ranks.
 
     Returns:
-        (chunk_bounds, chunk_owner, work of every rank).
+        (rank of every chunk, work of every rank).
 
     Shape:
-        group_rows int64[G], own_work int64[P] -> int64[C + 1], int64[C], int64[P].
+        chunk_work int64[P * J], own_work int64[P], size int64[G] -> int64[P * J], int64[P].
     """
-    start, length, _ = ranges
-    cp_size, groups = own_work.size, group_rows.size
-    size = cp_size // groups
-    per_group = size * chunks_per_rank
-    first = np.cumsum(group_rows) - group_rows
-    cuts = first[:, None] + np.arange(per_group) * group_rows[:, None] // per_group
-    piece_start, _, chunk_of = _cut(start, length, np.append(cuts, group_rows.sum()))
-    order = np.argsort(piece_start)
-    chunk_of = chunk_of[order]
-    bounds = np.append(piece_start[order], group_rows.sum())
-
-    chunk_work = np.zeros(groups * per_group, dtype=np.int64)
-    np.add.at(chunk_work, chunk_of, price_chunks(layout, bounds))
-    owner = np.repeat(np.arange(groups) * size, per_group)
-    if size > 1:
-        by_group = chunk_work.reshape(groups, -1), own_work.reshape(groups, -1)
-        for group, (chunks, own) in enumerate(zip(*by_group, strict=True)):
-            owner[group * per_group :][:per_group] += assign_balanced(chunks, own, chunks_per_rank)
+    owner = np.empty(chunk_work.size, dtype=np.int64)
+    end = 0
+    for ranks in size.tolist():
+        first, end = end, end + ranks
+        mine = slice(first * chunks_per_rank, end * chunks_per_rank)
+        owner[mine] = first
+        if ranks > 1:
+            owner[mine] += assign_balanced(chunk_work[mine], own_work[first:end], chunks_per_rank)
     work = own_work.copy()
     np.add.at(work, owner, chunk_work)
-    return bounds, owner[chunk_of], work
+    return owner, work
 
 
 def _cut(

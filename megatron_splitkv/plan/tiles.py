@@ -4,13 +4,20 @@ A GPU kernel computes the scores of 128 query rows x 128 keys at a time, and a r
 inside a tile costs all of it. So thin rectangles cost more than the pairs that they hold.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_splitkv.plan.staircase import Rectangles, Staircase
+from megatron_splitkv.plan.staircase import LeafLimits, Rectangles, Staircase
+
+if TYPE_CHECKING:
+    from megatron_splitkv.plan.context_plan import ContextPlan
 
 KERNEL_TILE = 128
+_LEAF_LIMITS = LeafLimits(keys=4096, tile=KERNEL_TILE)  # as kernels of such tiles ask for
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,38 @@ def tile_work(staircase: Staircase, tile: int = KERNEL_TILE) -> TileWork:
         leaf_tiles=_count(staircase.leaves, size, tile),
         tile=tile,
     )
+
+
+def tiles_of_ranks(plan: "ContextPlan", limits: LeafLimits = _LEAF_LIMITS) -> NDArray[np.int64]:
+    """Kernel tiles that every rank computes: its context and its own blocks, over all layers.
+
+    Builds every rank's staircases: for reports, not for planning.
+
+    Args:
+        plan: whose ranks; its `windows` are the layers.
+        limits: how the kernel has staircases cut.
+
+    Shape:
+        -> int64[P].
+    """
+    tiles = np.zeros(plan.cp_size, dtype=np.int64)
+    for window, layers in Counter(plan.windows).items():
+        for rank in range(plan.cp_size):
+            blocks = np.arange(plan.num_blocks)
+            parts = (
+                plan.build_staircase(rank, blocks, limits, window),
+                plan.build_own_staircase(rank, window),
+            )
+            works = [tile_work(staircase) for staircase in parts]
+            tiles[rank] += layers * sum(work.dense_tiles + work.leaf_tiles for work in works)
+    return tiles
+
+
+def tile_imbalance(plan: "ContextPlan", limits: LeafLimits = _LEAF_LIMITS) -> float:
+    """max / mean - 1 of `tiles_of_ranks`; 0 where there is no work at all."""
+    tiles = tiles_of_ranks(plan, limits)
+    total = int(tiles.sum())
+    return int(tiles.max()) * tiles.size / total - 1.0 if total else 0.0
 
 
 def _count(rectangles: Rectangles, block_size: int, tile: int) -> int:

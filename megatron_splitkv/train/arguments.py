@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from megatron_splitkv.attention import SplitKVOptions
-from megatron_splitkv.config import KERNELS, PLAN_STRATEGIES
+from megatron_splitkv.attention.choice import links_of_group
+from megatron_splitkv.comm.links import PRESETS, default_links, links_from
+from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, PLAN_STRATEGIES
 from megatron_splitkv.data.meta import StoreMeta
 
 # Published recipe of DFlash: warm-up over 4 % of the steps.
@@ -77,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "split-KV drafter training",
         "A DFlash drafter is trained on a feature store that `splitkv prepare` wrote. Hidden size, "
         "vocabulary, tapped layers and mask token come from the store. --calculate-per-token-loss "
-        "is required. Use with --context-parallel-size P --cp-comm-type splitkv.",
+        "is required. Use with --context-parallel-size P --cp-comm-type splitkv; to compare, also "
+        f"{', '.join(name for name in CP_COMM_TYPES if name != 'splitkv')}; or auto, the quickest "
+        "by estimate.",
     )
     group.add_argument(
         "--feature-store", metavar="DIR", help="Feature store to train on. Required."
@@ -128,10 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--plan-strategy",
-        default="balanced",
         metavar="NAME",
         help="How context rows are assigned to context-parallel ranks: one of "
-        f"{', '.join(PLAN_STRATEGIES)}. Default: balanced.",
+        f"{', '.join(PLAN_STRATEGIES)}, or auto: for every pack the cheaper of balanced and "
+        "balanced-local. Default: balanced, or what --cp-comm-type auto chooses.",
     )
     group.add_argument(
         "--chunks-per-rank",
@@ -172,14 +176,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--splitkv-save",
         default="gathered",
         metavar="WHAT",
-        help="What backward keeps of the queries: gathered, or only the rank's own, to be gathered "
-        "again. --recompute-modules core_attn is own. Default: gathered.",
+        help="What backward keeps of the queries (of keys and values with --cp-comm-type "
+        "all_gather): gathered, or only the rank's own, to be gathered again. --recompute-modules "
+        "core_attn is own. Default: gathered.",
     )
     group.add_argument(
         "--splitkv-fp32-reduce",
         action="store_true",
         help="Send partial outputs and gradients in fp32, twice the bytes. They are added in fp32 "
         "either way.",
+    )
+    group.add_argument(
+        "--links",
+        metavar="PRESET|FILE",
+        help="The machine that every 'auto' estimates for: a file that `splitkv bench links "
+        f"--save` wrote, or one of {', '.join(PRESETS)}. Default: nvlink-400g on GPUs, else "
+        "loopback.",
     )
     parser.set_defaults(**_DRAFTER_DEFAULTS)
     if not torch.cuda.is_available():
@@ -191,14 +203,17 @@ def splitkv_options(args: argparse.Namespace) -> SplitKVOptions:
     """What the command line says about split-KV's communication.
 
     Raises:
-        ConfigError: an unknown name, or choices that exclude each other.
+        ConfigError: an unknown name, choices that exclude each other, or a bad file of links.
     """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    links = default_links(device_type) if args.links is None else links_from(args.links)
     return SplitKVOptions(
         gather=args.splitkv_gather,
         scatter=args.splitkv_scatter,
         query_cast=args.splitkv_query_cast,
         save=args.splitkv_save,
         fp32_reduce=args.splitkv_fp32_reduce,
+        links=links_of_group(links, max(1, args.tensor_model_parallel_size)),
     )
 
 

@@ -8,15 +8,14 @@ a word, and no rank reads context rows of another.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from megatron_splitkv.batch import get_batch_on_this_cp_rank
-from megatron_splitkv.data.anchors import select_anchors
-from megatron_splitkv.data.packing import PackedEpochs, feature_reader, read_pack
+from megatron_splitkv.data.packing import PackedEpochs, draw_blocks, feature_reader, read_pack
 from megatron_splitkv.data.store import FeatureStore
-from megatron_splitkv.plan import build_plan
+from megatron_splitkv.plan import build_plan, fitting_chunks
+from megatron_splitkv.plan.cost import PlanCost
 
 PLAN_PREFIX = "plan."
 
@@ -30,8 +29,9 @@ class BlockRecipe:
         block_size: B.
         mask_token_id: token of slots 1 to B - 1.
         plan_strategy: see `build_plan`.
-        chunks_per_rank: see `build_plan`.
+        chunks_per_rank: see `build_plan`; fewer in packs that are too short for as many.
         seed: key of the draw, with the item's index and the documents' ids.
+        plan_cost: what plan strategy ``auto`` weighs.
     """
 
     num_anchors: int
@@ -40,6 +40,7 @@ class BlockRecipe:
     plan_strategy: str
     chunks_per_rank: int | None
     seed: int
+    plan_cost: PlanCost | None = None
 
 
 class PackDataset(Dataset[dict[str, torch.Tensor]]):
@@ -83,22 +84,21 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
         item = index if self.period is None else index % self.period
         recipe = self.recipe
         pack = read_pack(self.store, self.packing.pack_documents(item))
-        layout = select_anchors(
-            pack.loss_mask,
-            pack.cu_seqlens,
-            # No document has more candidates than tokens.
-            num_anchors=min(recipe.num_anchors, int(np.diff(pack.cu_seqlens).max())),
+        layout = draw_blocks(
+            pack,
+            num_anchors=recipe.num_anchors,
             block_size=recipe.block_size,
             seed=recipe.seed,
-            step=item,
-            sample_ids=pack.document_ids,
+            item_index=item,
         )
+        context_length = int(pack.cu_seqlens[-1])
         plan = build_plan(
-            layout.without_padding(),
-            int(pack.cu_seqlens[-1]),
+            layout,
+            context_length,
             self.cp_size,
             strategy=recipe.plan_strategy,
-            chunks_per_rank=recipe.chunks_per_rank,
+            chunks_per_rank=fitting_chunks(recipe.chunks_per_rank, context_length, self.cp_size),
+            cost=recipe.plan_cost,
         )
         batch = get_batch_on_this_cp_rank(
             pack,

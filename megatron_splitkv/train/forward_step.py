@@ -1,19 +1,21 @@
 """One micro-batch through the drafter, and what the log says about it: Megatron's forward step."""
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import unwrap_model
 from megatron.training import get_timers, print_rank_0
 
 from megatron_splitkv.attention.strategies import LAYER_LABELS
-from megatron_splitkv.comm import CommMeter, all_reduce_max
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.batch import Prefetch
+from megatron_splitkv.comm import CommMeter
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.train.dataset import split_batch
+from megatron_splitkv.train.same_plan import check_same_plan, host_group
 
 _WHOM = {"all": "all ranks", "group": "the ranks that hold keys which they see"}
 
@@ -31,6 +33,7 @@ class ForwardStep:
     - ``accuracy/slot k``: share of slots k that are right.
     - ``trained tokens per pack``: supervised slots of a pack's blocks.
     - ``plan imbalance``: largest work of a rank over the mean, minus one.
+    - ``plan wait ms``: how long a rank stood until its pack was read and planned.
     - ``bytes per layer``: what a rank sends in one layer, forward and backward.
 
     Args:
@@ -42,7 +45,8 @@ class ForwardStep:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._meter = CommMeter()
         self._meter.__enter__()  # for as long as the process trains
-        self._plans_compared = False
+        self._plan_group: Any = None
+        self._began = False
 
     def __call__(
         self, data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
@@ -51,35 +55,50 @@ class ForwardStep:
 
         Returns:
             This rank's loss, and the function that gives Megatron (loss, token count, report).
+
+        Raises:
+            ConfigError: ranks that share the micro-batch have different plans for it.
         """
         timers = self._timers()
         timers("batch-generator", log_level=2).start()
-        batch, arrays = split_batch(next(data_iterator))
+        read_ahead(data_iterator)
+        asked = time.perf_counter()
+        item = next(data_iterator)
+        waited = time.perf_counter() - asked
+        batch, arrays = split_batch(item)
         plan = ContextPlan.from_arrays(arrays)
         trained_tokens = int(batch["block_label_mask"].sum())  # before it moves: no device waits
         batch = {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
         timers("batch-generator").stop()
 
         drafter = unwrap_model(model)
-        if not self._plans_compared:
-            for group in (drafter.tp_group, drafter.cp_group):
-                check_same_plan(plan, group, self.device)
-            self._plans_compared = True
+        if not self._began:
+            self._plan_group = host_group(drafter.pg_collection.tp_cp)
+        check_same_plan(plan, self._plan_group)
+        if not self._began:
+            self._began = True
             places, attention = drafter.places(plan), drafter.decoder.layers[0].self_attention
             cast = plan.resolve_cast(attention.options.query_cast)
             print_rank_0(f"{places.reason}; this pack's queries go to {_WHOM[cast]}")
 
         self._meter.clear()
         loss, num_tokens, report = model(batch, plan)
+        num_layers = drafter.dflash.num_layers
+        mine = {
+            "trained tokens per pack": (trained_tokens, 1.0 / plan.cp_size),
+            "plan imbalance": (plan.imbalance, 1.0),
+            "plan wait ms": (1e3 * waited, 1.0),
+            "bytes per layer": (self._layer_bytes() / num_layers, 1.0),
+        }
+        # One copy, which the host does not wait for.
+        pairs = torch.tensor(list(mine.values())).to(loss, non_blocking=True)
         report = {_log_name(name): pair for name, pair in report.items()}
-        report["trained tokens per pack"] = loss.new_tensor([trained_tokens, 1.0 / plan.cp_size])
-        report["plan imbalance"] = loss.new_tensor([plan.imbalance, 1.0])
-        report["bytes per layer"] = self._traffic(loss, drafter.dflash.num_layers)
+        report |= dict(zip(mine, pairs, strict=True))
+        self._add_backward(loss, report["bytes per layer"], num_layers)
         return loss, partial(_loss_outputs, num_tokens, report)
 
-    def _traffic(self, loss: torch.Tensor, num_layers: int) -> torch.Tensor:
-        """Bytes that this rank sends in a layer; backward's are added when backward has run."""
-        pair = loss.new_tensor([self._layer_bytes() / num_layers, 1.0])
+    def _add_backward(self, loss: torch.Tensor, pair: torch.Tensor, num_layers: int) -> None:
+        """Add to a layer's bytes what backward sends, when it has."""
 
         def add_backward() -> None:
             pair[0] = self._layer_bytes() / num_layers
@@ -89,34 +108,26 @@ class ForwardStep:
 
         if loss.requires_grad:
             loss.register_hook(when_backward_begins)
-        return pair
 
     def _layer_bytes(self) -> float:
         """What the layers moved; what the embedding and the loss move is not among it."""
         return sum(r.bytes for r in self._meter.records if r.label in LAYER_LABELS)
 
 
-def check_same_plan(
-    plan: ContextPlan, group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Refuse to train when ranks that share a micro-batch have different plans for it.
+def read_ahead(data_iterator: Iterator[dict[str, torch.Tensor]]) -> None:
+    """Have the packs of Megatron's iterator read and planned on a thread, one ahead of the step.
+
+    Done once for every iterator, those of evaluations too. Inside of what Megatron keeps for a
+    replay, so that a replayed step sees its own packs and none that were read ahead. Iterators of
+    others are left as they are: who else takes from them is not known.
 
     Args:
-        plan: this rank's plan.
-        group: ranks that must agree.
-        device: where a collective's tensors live.
-
-    Raises:
-        ConfigError: on every rank of the group.
+        data_iterator: what Megatron hands to a forward step; changed in place.
     """
-    digest = int(plan.digest[:15], 16)
-    extremes = torch.tensor([digest, -digest], device=device)
-    largest, smallest = all_reduce_max(extremes, group, label="plan_digest").tolist()
-    if largest != -smallest:
-        raise ConfigError(
-            "ranks that share a micro-batch drew different anchors or plans for it; give all ranks "
-            "the same command line, feature store and package version"
-        )
+    if not isinstance(data_iterator, RerunDataIterator):
+        return
+    if not isinstance(data_iterator.iterable, Prefetch):
+        data_iterator.iterable = Prefetch(data_iterator.iterable)
 
 
 def _loss_outputs(

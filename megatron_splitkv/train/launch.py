@@ -34,10 +34,11 @@ def quiet_imports() -> Iterator[None]:
 def exit_on_config_error() -> Iterator[None]:
     """Turn a `ConfigError` of the body into one line on stderr and exit code 2.
 
-    The first rank of each node prints the line. A launcher ends all ranks when the first one has
-    left, so ranks that found the error before the process group existed wait for one another (at
-    most half a minute), and then leave without heeding the launcher: every rank ends with its own
-    exit code, and none in the middle of its line.
+    The first rank of each node prints the line, or the error's `speaker` where only some ranks
+    found it. A launcher ends all ranks when the first one has left, so ranks that found the error
+    before the process group existed wait for one another (at most half a minute), and then leave
+    without heeding the launcher: every rank ends with its own exit code, and none in the middle of
+    its line.
 
     Raises:
         SystemExit: with code 2, after a `ConfigError`.
@@ -46,7 +47,8 @@ def exit_on_config_error() -> Iterator[None]:
         yield
     except ConfigError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving, and soon
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        if first_of_node if error.speaker is None else error.speaker:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if not dist.is_initialized():
             _meet_other_ranks()

@@ -12,6 +12,7 @@ from megatron_splitkv.drafter.specs import get_dflash_layer_spec
 from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.dataset import BlockRecipe, PackDataset
 from megatron_splitkv.train.setup import TrainingSetup
+from megatron_splitkv.train.strategy_choice import plan_cost_of
 
 # Megatron's sampler must never come to the end of the evaluation packs, which repeat.
 _EVALUATIONS = 1 << 20
@@ -58,6 +59,7 @@ class DatasetsProvider:
             plan_strategy=args.plan_strategy,
             chunks_per_rank=args.chunks_per_rank,
             seed=args.seed,
+            plan_cost=plan_cost_of(args),
         )
         return PackDataset(
             store,

@@ -19,6 +19,7 @@ from megatron_splitkv.loss import check_token_count
 from megatron_splitkv.train.arguments import add_arguments, complete_arguments
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
 from megatron_splitkv.train.resume import check_resumable
+from megatron_splitkv.train.strategy_choice import resolve_auto
 from megatron_splitkv.train.validate import (
     check_against_store,
     check_arguments,
@@ -85,6 +86,9 @@ def prepare_training() -> TrainingSetup:
     check_against_store(args, store.meta)
     compat.validate_args(args)
     _check_token_count(args, store)
+    reason = resolve_auto(args, store)
+    if reason is not None and args.rank == 0:
+        print(reason, flush=True)
 
     dflash = dflash_config(args, store)
     config = compat.transformer_config(args)

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from megatron_splitkv.attention import SplitKVOptions
+from megatron_splitkv.attention.strategies import check_heads
 from megatron_splitkv.config import (
     CP_COMM_TYPES,
     KERNELS,
@@ -18,6 +20,7 @@ from megatron_splitkv.config import (
     require_choice,
 )
 from megatron_splitkv.data.meta import StoreMeta, check_mask_token
+from megatron_splitkv.plan.hypergraph import import_kahypar
 from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.unsupported import check_unsupported
 
@@ -41,9 +44,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     if not args.train_iters and not args.train_samples:
         raise ConfigError("neither --train-iters nor --train-samples is given; give one")
-    require_choice("--plan-strategy", args.plan_strategy, PLAN_STRATEGIES)
+    if args.plan_strategy is not None:
+        require_choice("--plan-strategy", args.plan_strategy, (*PLAN_STRATEGIES, "auto"))
+        if args.plan_strategy == "hypergraph":
+            import_kahypar()  # now, not when the first pack is planned
     require_choice("--attention-kernel", args.attention_kernel, KERNELS)
     options = splitkv_options(args)
+    check_cp_comm_type(args.cp_comm_type, args.num_layers, options)
     selective = args.recompute_activations or args.recompute_granularity == "selective"
     modules = args.recompute_modules or ["core_attn"]  # Megatron's default
     if options.gather == "hidden" and selective and "core_attn" in modules:
@@ -58,26 +65,30 @@ def check_arguments(args: argparse.Namespace) -> None:
     require_choice("--position-embedding-type", args.position_embedding_type, ("none",))
     if args.distributed_backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--distributed-backend nccl needs a GPU; drop it, gloo is the default")
-    check_cp_comm_type(args.cp_comm_type, args.num_layers)
     _check_sizes(args)
     _check_parallelism(args)
     check_unsupported(args)
 
 
-def check_cp_comm_type(cp_comm_type: Sequence[str], num_layers: int) -> None:
-    """Refuse unknown communication types and a per-layer list of another length.
+def check_cp_comm_type(
+    cp_comm_type: Sequence[str], num_layers: int, options: SplitKVOptions = SplitKVOptions()
+) -> None:
+    """Refuse unknown communication types, a list of another length, and options of no layer.
 
     Args:
         cp_comm_type: one value for all layers, or one per layer.
         num_layers: layers of the drafter.
+        options: what the command line says about split-KV.
     """
     for value in cp_comm_type:
-        require_choice("--cp-comm-type", value, CP_COMM_TYPES)
+        require_choice("--cp-comm-type", value, (*CP_COMM_TYPES, "auto"))
     if len(cp_comm_type) not in (1, num_layers):
         raise ConfigError(
             f"--cp-comm-type has {len(cp_comm_type)} values for {num_layers} layers; give one "
             f"for all layers, or {num_layers}"
         )
+    if not {"splitkv", "auto"} & set(cp_comm_type):
+        options.check_strategy("all_gather" if "all_gather" in cp_comm_type else cp_comm_type[0])
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -108,6 +119,11 @@ def _check_sizes(args: argparse.Namespace) -> None:
     if args.chunks_per_rank is not None and args.chunks_per_rank < 1:
         raise ConfigError(
             f"--chunks-per-rank {args.chunks_per_rank} is too small; it must be at least 1"
+        )
+    if args.seq_length < args.context_parallel_size:
+        raise ConfigError(
+            f"--seq-length {args.seq_length} gives {args.context_parallel_size} context-parallel "
+            "ranks less than a row each; raise it or lower --context-parallel-size"
         )
     # exp(-69) is 1e-30: weights below that are lost in the sums of fp32.
     least_gamma = (args.block_size - 2) / 69
@@ -177,6 +193,10 @@ def check_against_store(args: argparse.Namespace, meta: StoreMeta) -> None:
             raise ConfigError(
                 f"{name} {heads} is not divisible by --tensor-model-parallel-size {tp}; change one"
             )
+    if "a2a" in args.cp_comm_type:
+        check_heads(
+            args.num_attention_heads // tp, args.num_query_groups // tp, args.context_parallel_size
+        )
 
 
 def check_same_target(path: str, meta: StoreMeta, other_path: str, other: StoreMeta) -> None:

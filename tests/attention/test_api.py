@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_splitkv.attention import (
+    SplitKVOptions,
     context_parallel_attention,
     split_context_parallel_attention,
 )
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.attention.strategies import check_heads
+from megatron_splitkv.config import CP_COMM_TYPES, ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, build_plan
 from megatron_splitkv.testing import reference_attention, relative_error
@@ -138,6 +140,64 @@ def test_tensors_that_do_not_fit_the_plan_are_refused(
     q, k, v = inputs
     with pytest.raises(ConfigError, match=re.escape(message)):
         context_parallel_attention(q, k, v, plan, None)
+
+
+@pytest.mark.parametrize("strategy", CP_COMM_TYPES)
+def test_alone_all_strategies_are_the_same(plan: ContextPlan, strategy: str) -> None:
+    q, k, v = _inputs()
+    expected = context_parallel_attention(q, k, v, plan, None)
+    assert torch.equal(context_parallel_attention(q, k, v, plan, None, strategy=strategy), expected)
+
+
+def test_an_unknown_strategy_names_the_known(plan: ContextPlan) -> None:
+    q, k, v = _inputs()
+    with pytest.raises(ConfigError, match="'ring' is not known; choose one of: splitkv, a2a, p2p"):
+        context_parallel_attention(q, k, v, plan, None, strategy="ring")
+    with pytest.raises(ConfigError, match="'ring' is not known"):
+        split_context_parallel_attention(q, k[:S], v[:S], q, q, plan, None, strategy="ring")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gather": "q"}, "--splitkv-gather q means nothing for --cp-comm-type p2p"),
+        ({"scatter": "heads"}, "--splitkv-scatter heads means"),
+        ({"query_cast": "all"}, "--splitkv-query-cast all means"),
+        ({"save": "own"}, "--splitkv-save own means"),
+        ({"fp32_reduce": True}, "--splitkv-fp32-reduce means"),
+    ],
+)
+def test_options_of_split_kv_are_refused_by_others(
+    plan: ContextPlan, options: dict[str, Any], message: str
+) -> None:
+    q, k, v = _inputs()
+    chosen = SplitKVOptions(**options)
+    context_parallel_attention(q, k, v, plan, None, options=chosen)
+    with pytest.raises(ConfigError, match=message):
+        context_parallel_attention(q, k, v, plan, None, strategy="p2p", options=chosen)
+
+
+def test_gathered_keys_may_be_gathered_again(plan: ContextPlan) -> None:
+    q, k, v = _inputs()
+    own = SplitKVOptions(save="own")
+    context_parallel_attention(q, k, v, plan, None, strategy="all_gather", options=own)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "cp_size", "message"),
+    [
+        (6, 2, 4, "6 query heads .* do not divide among 4 ranks"),
+        (6, 3, 2, "deals 3 key heads .* to 2 context-parallel ranks"),
+        (12, 6, 4, "deals 6 key heads .* to 4 context-parallel ranks"),
+    ],
+)
+def test_heads_that_ulysses_cannot_deal_out(
+    heads: int, key_heads: int, cp_size: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_heads(heads, key_heads, cp_size)
+    for good in ((4, 4, 2), (4, 2, 4), (12, 4, 4), (6, 1, 3)):
+        check_heads(*good)
 
 
 def test_plan_of_another_group_size_is_refused(plan: ContextPlan) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_splitkv.attention import (
     SplitKVCoreAttention,
+    SplitKVOptions,
     SplitKVPackedSeqParams,
     context_parallel_attention,
 )
@@ -123,11 +124,35 @@ def test_params_are_megatron_params_without_a_format() -> None:
     assert params.qkv_format is None, "'thd' would switch on Megatron's zigzag RoPE"
 
 
-@pytest.mark.parametrize("name", ["p2p", "split_kv", "SplitKV", "a2a"])
+@pytest.mark.parametrize("name", ["split_kv", "SplitKV", "a2a+p2p"])
 def test_unknown_cp_comm_type_names_the_allowed(name: str) -> None:
-    message = f"--cp-comm-type {name!r} is not known; choose one of: splitkv"
+    message = f"--cp-comm-type {name!r} is not known; choose one of: splitkv, a2a, p2p"
     with pytest.raises(ConfigError, match=re.escape(message)):
         build(config(), cp_comm_type=name)
+
+
+@pytest.mark.parametrize("name", ["p2p", "a2a", "ringx"])
+def test_peers_are_for_draft_blocks_alone(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} of a self-attention layer is Megatron's own"):
+        build(config(), cp_comm_type=name, attention_type="self")
+    module = build(config(), cp_comm_type=name)
+    assert module.strategy == name
+    rows = torch.zeros(6, 1, HEADS, WIDTH)
+    with pytest.raises(ConfigError, match=f"--cp-comm-type {name} is for draft blocks here"):
+        module(rows, rows, rows, None)
+
+
+def test_layers_of_one_spec_take_their_own_of_its_options() -> None:
+    options = SplitKVOptions(gather="q", scatter="heads", save="own", fp32_reduce=True)
+    taken = {
+        name: build(config(), cp_comm_type=name, options=options).options
+        for name in ("splitkv", "p2p", "all_gather")
+    }
+    assert taken == {
+        "splitkv": options,
+        "p2p": SplitKVOptions(),
+        "all_gather": SplitKVOptions(save="own"),
+    }
 
 
 def test_no_cp_comm_type_is_megatrons_way_of_one_rank() -> None:

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_splitkv.batch import get_batch_on_this_cp_rank
+from megatron_splitkv.batch import get_batch_on_this_cp_rank, get_online_batch_on_this_cp_rank
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.data.packing import Pack
 from megatron_splitkv.loss.slots import slot_weights
 from megatron_splitkv.plan import ContextPlan, build_plan
+from megatron_splitkv.plan.row_source import RowSource
 
 MASK_TOKEN = 9999
 STRATEGIES = ("none", "zigzag", "lpt", "balanced")
@@ -242,3 +243,40 @@ def test_a_reader_that_returns_other_rows_is_refused():
     plan = build_plan(BlockLayout([5], [0], [True], 4), 16, 2)
     with pytest.raises(ConfigError, match=r"returned shape \(7, 2\) for 8 rows"):
         batch_of(pack, plan, 0, lambda ranges: torch.zeros(7, 2))
+
+
+def online_batch(pack, plan, features):
+    source = RowSource.contiguous(plan.context_length, 1)
+    return get_online_batch_on_this_cp_rank(
+        pack, plan, source, features, None, mask_token_id=MASK_TOKEN
+    )
+
+
+@pytest.mark.parametrize("megatrons", [False, True], ids=["rows", "rows-and-batch"])
+def test_online_tail_padding_is_zeros_whatever_the_target_made_of_it(megatrons):
+    pack = make_pack([20, 7])
+    plan = build_plan(layout_of(pack), 32, 1, strategy="none")
+    features = torch.cat([Reader(pack)(np.array([[0, 27]])), torch.full((5, 3), torch.nan)])
+    features = (features[:, None] if megatrons else features).requires_grad_()
+    actual, expected = online_batch(pack, plan, features), batch_of(pack, plan, 0)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+    actual["context_features"].sum().backward()
+    assert (features.grad[:27] == 1).all()
+    assert (features.grad[27:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((32,), r"features have shape \(32,\); they must be \[rows, features\]"),
+        ((16, 2, 3), r"features have shape \(16, 2, 3\); .*--micro-batch-size 1"),
+        ((31, 3), r"context_features have shape \(31, 3\) .* has 32 rows"),
+    ],
+)
+def test_online_features_of_another_shape_are_refused(shape, message):
+    pack = make_pack([20, 7])
+    plan = build_plan(layout_of(pack), 32, 1, strategy="none")
+    with pytest.raises(ConfigError, match=message):
+        online_batch(pack, plan, torch.zeros(shape))

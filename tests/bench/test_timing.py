@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_splitkv.bench import timing
-from megatron_splitkv.bench.timing import Spread, measure_interleaved
+from megatron_splitkv.bench.timing import Spread, bootstrap_ratio, measure_interleaved
 
 
 class Clock:
@@ -49,3 +49,14 @@ def test_interleaved_and_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_spread() -> None:
     assert Spread.of(np.array([3.0, 1.0, 2.0, 10.0])) == Spread(2.5, 1.0, 10.0)
+
+
+def test_ratio_of_means_with_an_interval_over_pairs() -> None:
+    base = np.array([1.0, 2.0, 4.0, 8.0])
+    same = bootstrap_ratio(3 * base, base)
+    assert (same.estimate, same.low, same.high) == pytest.approx((3, 3, 3))
+    noisy = bootstrap_ratio(np.array([2.0, 2.0, 2.0, 6.0]), np.ones(4))
+    assert noisy.estimate == 3
+    assert noisy.low == 2
+    assert 4 <= noisy.high <= 5
+    assert noisy == bootstrap_ratio(np.array([2.0, 2.0, 2.0, 6.0]), np.ones(4))

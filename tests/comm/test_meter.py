@@ -17,10 +17,14 @@ def test_nothing_is_recorded_without_a_meter() -> None:
     ("op", "sent"),
     [
         ("all_gather", 9.0),
+        ("all_gather_v", 12.0),
         ("all_to_all", 9.0),
         ("all_to_all_v", 12.0),
         ("all_reduce_max", 18.0),
         ("all_reduce_sum", 18.0),
+        ("broadcast", 9.0),
+        ("reduce_sum", 9.0),
+        ("shift", 12.0),
     ],
 )
 def test_elements_sent_by_one_of_four_ranks(op: str, sent: float) -> None:

@@ -33,6 +33,7 @@ class Problem:
     dtype: torch.dtype = torch.float64
     strategy: str = "lpt"
     chunks_per_rank: int | None = None
+    comm: str = "splitkv"
     kernel: str = "cpu"
     strided: bool = False
     window: int | None = None
@@ -124,6 +125,7 @@ def attend_sharded(
         *leaves,
         plan,
         group,
+        strategy=problem.comm,
         kernel=problem.kernel,
         window=problem.window,
         options=problem.options,

@@ -11,12 +11,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _strategies(entries: list[str]) -> list[str]:
-    from megatron_splitkv.attention import core_attention
     from megatron_splitkv.drafter import DFlashModel, get_dflash_layer_spec
 
     dflash = replace(TINY, num_layers=len(entries))
-    with pytest.MonkeyPatch.context() as patch, parallel_state(1, 2):
-        patch.setattr(core_attention, "CP_COMM_TYPES", ("splitkv", "first", "second"))
+    with parallel_state(1, 2):
         config: Any = dflash.to_transformer_config(
             context_parallel_size=2,
             use_cpu_initialization=True,
@@ -36,6 +34,6 @@ def _strategies(entries: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a15_layer_i_gets_entry_i(position: int) -> None:
-    entries = ["first", "second"]
+    entries = ["p2p", "all_gather"]
     entries.insert(position, "splitkv")
     assert on_ranks(2, _strategies, entries) == [entries, entries]

@@ -1,7 +1,6 @@
 """Queries gathered and outputs scattered on either side of their projections: one drafter."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from megatron_splitkv.attention import SplitKVOptions
-from megatron_splitkv.attention.placement import LayerShape, choose_places
 from megatron_splitkv.comm import CommMeter, mark
 from tests.distributed.test_drafter_step import TOLERANCE, assert_same_step, truth
 from tests.drafter.harness import (
@@ -211,49 +209,3 @@ def test_recomputation_repeats_what_it_must_and_no_more() -> None:
     assert (full["q"], full["out"], full["grad_q"]) == (2 * layers, 2 * layers, layers)
     for step in (full_step, core_step):
         assert_same_step(step, plain_step, 1e-6)
-
-
-# The choice
-
-
-def shape(**changes: int) -> LayerShape:
-    """The drafter of Qwen3.5-35B-A3B over 1M tokens."""
-    sizes = {
-        "query_rows": 32768,
-        "context_rows": 2**20,
-        "cp_size": 8,
-        "hidden_size": 2048,
-        "query_width": 4096,
-        "key_width": 1024,
-        "itemsize": 2,
-    }
-    return LayerShape(**(sizes | changes))
-
-
-def test_the_choice_weighs_bytes_against_repeated_projections() -> None:
-    auto = SplitKVOptions()
-    narrow = choose_places(auto, shape(), "cuda")
-    assert (narrow.gather, narrow.scatter) == ("hidden", "proj")
-    assert "gathers hidden (by estimate) and scatters proj (by estimate)" in narrow.reason
-    wide = choose_places(auto, shape(hidden_size=5120), "cuda")  # 27B: heads are narrower
-    assert (wide.gather, wide.scatter) == ("q", "heads")
-    halved = choose_places(auto, shape(query_width=2048, key_width=512), "cuda")  # tp 2
-    assert (halved.gather, halved.scatter) == ("q", "heads")
-    slow_processor = choose_places(auto, shape(), "cpu")
-    assert (slow_processor.gather, slow_processor.scatter) == ("q", "heads")
-    alone = choose_places(auto, shape(cp_size=1), "cuda")
-    assert (alone.gather, alone.scatter) == ("q", "heads")
-
-
-def test_a_gather_that_hides_behind_the_key_projection_costs_nothing() -> None:
-    few = choose_places(SplitKVOptions(), shape(query_rows=2048), "cuda")
-    assert (few.gather, few.scatter) == ("q", "proj")
-
-
-def test_what_the_user_says_is_done() -> None:
-    fixed = replace(SplitKVOptions(), gather="q", scatter="proj")
-    assert choose_places(fixed, shape(hidden_size=5120), "cuda").scatter == "proj"
-    asked = choose_places(fixed, shape(), "cuda")
-    assert asked.gather == "q"
-    assert "gathers q (as asked) and scatters proj (as asked)" in asked.reason
-    assert choose_places(SplitKVOptions(save="own"), shape(), "cuda").gather == "q"

@@ -72,6 +72,7 @@ def test_a_run_logs_what_it_should(uninterrupted: Uninterrupted) -> None:
     log = uninterrupted.log
     expected = {
         *("drafter loss", "accept_len", "trained tokens per pack", "plan imbalance"),
+        "plan wait ms",
         *("bytes per layer", *(f"accuracy/slot {k}" for k in range(1, 4))),
     }
     assert expected <= log.keys()

@@ -42,6 +42,28 @@ def a13_layout():
     return layout_of(documents, block_size=16)
 
 
+def papers_layout(seed, documents=4, length=2**18, anchors=512):
+    """The paper's workload: prompts of a quarter, anchors uniform behind them."""
+    rng = np.random.default_rng(seed)
+    supervised = np.arange(length // 4, length)
+    drawn = [np.sort(rng.choice(supervised, anchors, False)) for _ in range(documents)]
+    return layout_of([(length, inside.tolist(), 0) for inside in drawn], block_size=16)
+
+
+def uneven_layout(seed, documents=12, length=2**20, anchors=2048):
+    """Documents of log-normal lengths, anchors in proportion, prompts of any part."""
+    rng = np.random.default_rng(seed)
+    weight = rng.lognormal(0, 1, documents)
+    lengths = (weight / weight.sum() * length).astype(int)
+    lengths[-1] += length - lengths.sum()
+    drawn = []
+    for rows in lengths.tolist():
+        supervised = np.arange(int(rows * rng.uniform(0.05, 0.6)) + 1, rows)
+        count = min(max(1, anchors * rows // length), supervised.size)
+        drawn.append((rows, np.sort(rng.choice(supervised, count, False)).tolist(), 0))
+    return layout_of(drawn, block_size=16)
+
+
 def visible(layout, rows):
     """bool[N, len(rows)]: the definition, one comparison per (block, row)."""
     rows = np.asarray(rows)[None, :]

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, build_plan
+from megatron_splitkv.plan.redistribution import rows_moved
+from megatron_splitkv.plan.row_source import RowSource
 from tests.plan.layouts import fig5_layout, layout_of, random_layout, random_plan, visible
 
 RANKS = [1, 2, 3, 5, 8]
@@ -61,6 +63,43 @@ def test_work_equals_naive(seed, cp_size):
         assert plan.work[rank] == context + own
     if plan.work.sum():
         assert plan.imbalance == pytest.approx(plan.work.max() / plan.work.mean() - 1)
+
+
+def test_windows_travel_and_are_part_of_the_digest():
+    layout, length = fig5_layout()
+    plan = build_plan(layout, length, 4, windows=[None, 3, 3])
+    assert plan.windows == (None, 3, 3)
+    assert plan.to_arrays()["windows"].tolist() == [0, 3, 3]
+    assert ContextPlan.from_arrays(plan.to_arrays()).windows == (None, 3, 3)
+    others = [
+        ContextPlan(layout, plan.chunk_bounds, plan.chunk_owner, 4, "balanced", windows)
+        for windows in ((None,), (None, 3), (None, 3, 4), (3, None, 3))
+    ]
+    assert len({plan.digest, *(other.digest for other in others)}) == 5
+    full, short = others[0], ContextPlan(layout, [0, length], [0], 4, "none", (3,))
+    assert full.windows == build_plan(layout, length, 4).windows
+    assert short.work.tolist() == [
+        short.staircase(0, window=3).needed_pairs + 2 * 3,
+        *(plan.own_staircase(rank, 3).needed_pairs for rank in (1, 2, 3)),
+    ]
+
+
+def test_a_priced_plan_prices_as_any_other():
+    layout, length = random_layout(2, max_length=900)
+    for options in ({}, {"windows": (None, 9)}, {"tiles": True}, {"strategy": "lpt"}):
+        plan = build_plan(layout, length, 3, **options)
+        again = ContextPlan.from_arrays(plan.to_arrays())
+        assert plan.chunk_work.tolist() == again.chunk_work.tolist()
+        assert plan.work.tolist() == again.work.tolist()
+
+
+def test_bundles_go_where_their_rows_are():
+    layout, length = fig5_layout()
+    plan = build_plan(layout, length, 4, chunks_per_rank=3)
+    source = RowSource.contiguous(length, 4)
+    matched = build_plan(layout, length, 4, chunks_per_rank=3, source=source)
+    assert sorted(matched.work.tolist()) == sorted(plan.work.tolist())
+    assert rows_moved(matched, source) < rows_moved(plan, source)
 
 
 def test_no_work_is_balanced():

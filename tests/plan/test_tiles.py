@@ -5,8 +5,8 @@ import pytest
 
 from megatron_splitkv.attention.kernels.thd import TILE_LEAF_LIMITS
 from megatron_splitkv.plan import LeafLimits, Rectangles, Staircase, build_plan, build_staircase
-from megatron_splitkv.plan.tiles import TileWork, tile_work
-from tests.plan.layouts import layout_of
+from megatron_splitkv.plan.tiles import TileWork, tile_imbalance, tile_work, tiles_of_ranks
+from tests.plan.layouts import layout_of, papers_layout, uneven_layout
 
 NO_LEAVES = LeafLimits(rows=0, keys=0, pairs=0)
 BLOCK_SIZE = 16
@@ -169,3 +169,26 @@ def test_shape_of_a_small_staircase_cut_at_tiles():
     assert levels == [[[2, 6, 0, 4]]]
     leaves = np.stack(columns(staircase.leaves), axis=1).tolist()
     assert leaves == [[0, 2, 0, 5], [2, 6, 4, 13]]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 300, 300)], ids=str)
+def test_tiles_of_ranks_are_those_of_their_staircases(windows):
+    layout, length = papers_layout(0, length=2**12, anchors=40)
+    plan = build_plan(layout, length, 4, windows=windows)
+    expected = []
+    for rank in range(4):
+        works = [tile_work(plan.own_staircase(rank, w)) for w in windows]
+        works += [tile_work(plan.staircase(rank, TILE_LEAF_LIMITS, window=w)) for w in windows]
+        expected.append(sum(work.dense_tiles + work.leaf_tiles for work in works))
+    assert tiles_of_ranks(plan, TILE_LEAF_LIMITS).tolist() == expected
+    assert tile_imbalance(plan) == max(expected) * 4 / sum(expected) - 1
+    assert tile_imbalance(build_plan(*layout_of([(8, [], 3)], block_size=4), 4)) == 0.0
+
+
+@pytest.mark.parametrize("workload", [papers_layout, uneven_layout])
+def test_priced_in_tiles_the_ranks_tiles_are_more_even(workload):
+    """At the cost of pairs, whose imbalance grows to what that of the tiles was."""
+    layout, length = workload(1)
+    pairs, tiles = (build_plan(layout, length, 32, chunks_per_rank=16, tiles=t) for t in (0, 1))
+    assert tile_imbalance(tiles) < tile_imbalance(pairs) / 4
+    assert pairs.imbalance < tiles.imbalance < 0.01

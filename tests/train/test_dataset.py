@@ -137,6 +137,13 @@ def test_collation_and_back_keeps_the_plan_bitwise(store: FeatureStore) -> None:
     }
 
 
+def test_a_pack_too_short_for_the_wished_chunks_takes_fewer(store: FeatureStore) -> None:
+    dataset = _dataset(store, size=4, recipe=replace(RECIPE, chunks_per_rank=10**6))
+    for item in range(4):
+        plan = _plan(dataset[item])
+        assert np.bincount(plan.chunk_owner).tolist() == [plan.context_length // 4] * 4
+
+
 def test_short_documents_do_not_fill_a_pack_with_padding(store: FeatureStore) -> None:
     """Only the blocks that round the count up to a multiple of P are padding."""
     few, many = (

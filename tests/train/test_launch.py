@@ -38,6 +38,19 @@ def test_one_line_and_exit_code_2(
     assert capsys.readouterr().err == ("error: --option is wrong\n" if prints else "")
 
 
+@pytest.mark.parametrize("speaks", [True, False])
+def test_an_error_of_some_ranks_is_printed_by_the_one_that_speaks_for_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], speaks: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1" if speaks else "0")
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    error = ConfigError("rank 3 differs")
+    error.speaker = speaks
+    with pytest.raises(SystemExit), exit_on_config_error():
+        raise error
+    assert capsys.readouterr().err == ("error: rank 3 differs\n" if speaks else "")
+
+
 def test_other_errors_pass_through() -> None:
     with pytest.raises(KeyError), exit_on_config_error():
         raise KeyError("a bug")

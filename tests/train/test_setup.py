@@ -2,16 +2,20 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from megatron_splitkv.comm.links import PRESETS
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.cpu import cpu_mode
 from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
+from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder
 from megatron_splitkv.train.setup import TrainingSetup, prepare_training
+from megatron_splitkv.train.strategy_choice import plan_cost_of
 from tests.train.launches import TINY_DRAFTER, make_store
 from tests.train.test_resume import write_checkpoint
 
@@ -157,3 +161,74 @@ def test_an_empty_load_folder_is_a_fresh_start(
     monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
 ) -> None:
     _prepare(monkeypatch, store, "--load", str(tmp_path / "nothing"))
+
+
+def test_auto_is_resolved_at_start_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    ranks = ("--context-parallel-size", "3", "--cp-comm-type", "auto")
+    setup = _prepare(monkeypatch, store, *ranks)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("--cp-comm-type")]
+    chosen = setup.args.cp_comm_type[0]
+    assert setup.args.cp_comm_type == [chosen]
+    assert setup.config.cp_comm_type == chosen
+    assert setup.args.plan_strategy in ("balanced", "balanced-local")
+    assert f"auto chose {chosen} " in line
+    assert "over links loopback; next best: " in line
+    assert "without a2a: --cp-comm-type a2a splits query heads" in line  # 4 heads on 3 ranks
+
+
+def test_what_the_user_fixed_stays_and_links_decide_the_rest(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but hops is quick on this machine, and nothing but bytes counts."""
+    odd = replace(PRESETS["loopback"], name="odd", intra_bandwidth=10.0, attention_flops=1e18)
+    odd.save(tmp_path / "odd.json")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = ("--context-parallel-size", "2", "--links", str(tmp_path / "odd.json"))
+    auto = ("--cp-comm-type", "p2p", "auto", "--plan-strategy", "lpt")
+    setup = _prepare(monkeypatch, store, *ranks, *auto)
+    first, second = setup.args.cp_comm_type
+    assert first == "p2p"
+    assert setup.args.plan_strategy == "lpt"
+    assert splitkv_options(setup.args).links == odd
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("--cp-comm-type")]
+    assert f"auto chose {second} " in line
+    assert "with plan lpt" in line
+    assert "over links odd; next best: " in line
+    assert plan_cost_of(setup.args).row_seconds == 4 * (4 * 8 * 4 + 12) / 10.0
+
+
+def test_without_auto_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = _prepare(monkeypatch, store)
+    assert (setup.args.cp_comm_type, setup.args.plan_strategy) == (["splitkv"], "balanced")
+    assert "auto chose" not in capsys.readouterr().out
+
+
+def test_one_rank_has_nothing_to_choose(
+    monkeypatch: pytest.MonkeyPatch, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = _prepare(monkeypatch, store, "--cp-comm-type", "auto", "--plan-strategy", "auto")
+    assert (setup.args.cp_comm_type, setup.args.plan_strategy) == (["splitkv"], "auto")
+    assert "auto chose splitkv: one rank, nothing travels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is neither a file nor one of: nvlink-400g"),
+        ("{", "not JSON"),
+        ("{}", "lacks 'attention_flops'"),
+    ],
+)
+def test_bad_links_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "links.json").write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        _prepare(monkeypatch, store, "--links", str(tmp_path / "links.json"))
+    assert "\n" not in str(error.value)

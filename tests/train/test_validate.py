@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import CP_COMM_TYPES, ConfigError
 from megatron_splitkv.data.shard import seal_index
 from megatron_splitkv.train.arguments import complete_arguments
 from megatron_splitkv.train.setup import open_store
@@ -31,13 +32,37 @@ def _parse(*argv: str, world_size: int = 1) -> argparse.Namespace:
 def test_a_good_launch_passes() -> None:
     check_arguments(_parse("--context-parallel-size", "4", world_size=4))
     check_arguments(_parse("--cp-comm-type", "splitkv", "splitkv"))
+    for name in CP_COMM_TYPES:
+        check_arguments(_parse("--cp-comm-type", name))
+    check_arguments(_parse("--cp-comm-type", "splitkv", "p2p", "--splitkv-gather", "q"))
+    check_arguments(_parse("--cp-comm-type", "all_gather", "--splitkv-save", "own"))
     check_arguments(_parse("--use-distributed-optimizer", "--overlap-grad-reduce"))
+
+
+def test_hypergraph_without_its_package_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kahypar", None)
+    with pytest.raises(ConfigError, match=r"needs the package KaHyPar: pip install .*hypergraph"):
+        check_arguments(_parse("--plan-strategy", "hypergraph"))
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--cp-comm-type", "split_kv"], r"--cp-comm-type 'split_kv' .*choose one of: splitkv"),
+        (
+            ["--cp-comm-type", "p2p", "--splitkv-gather", "hidden"],
+            "--splitkv-gather hidden means nothing for --cp-comm-type p2p; drop it",
+        ),
+        (
+            ["--cp-comm-type", "p2p", "a2a", "--splitkv-fp32-reduce"],
+            "--splitkv-fp32-reduce means nothing for --cp-comm-type p2p",
+        ),
+        (
+            ["--cp-comm-type", "lv_xattn", "all_gather", "--splitkv-query-cast", "group"],
+            "--splitkv-query-cast group means nothing for --cp-comm-type all_gather",
+        ),
         (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2"),
         (["--attention-dropout", "0.1"], r"--attention-dropout 0\.1"),
         (["--hidden-dropout", "0.1"], r"--hidden-dropout 0\.1"),
@@ -54,6 +79,10 @@ def test_a_good_launch_passes() -> None:
         (["--block-size", "1"], "--block-size 1 .*at least 2"),
         (["--num-anchors", "0"], "--num-anchors 0"),
         (["--chunks-per-rank", "0"], "--chunks-per-rank 0"),
+        (
+            ["--seq-length", "3", "--context-parallel-size", "4"],
+            "--seq-length 3 gives 4 context-parallel ranks less than a row each",
+        ),
         (["--loss-decay-gamma", "0"], r"--loss-decay-gamma 0"),
         (["--context-parallel-size", "2"], "1 ranks .*groups of 1 x 2"),
         (["--full-validation"], "--full-validation .*one pass"),
@@ -129,7 +158,7 @@ def test_a_run_without_an_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("wrong", ["split_kv", "SplitKV", "p2p"])
+@pytest.mark.parametrize("wrong", ["split_kv", "SplitKV", "ring"])
 def test_a15_every_entry_of_a_per_layer_list_is_checked(layer: int, wrong: str) -> None:
     values = ["splitkv"] * 3
     check_cp_comm_type(values, 3)
@@ -156,6 +185,17 @@ def test_a15_one_value_applies_to_all() -> None:
         (["--target-id", "other"], "target 'synthetic', --target-id is 'other'"),
         (["--tensor-model-parallel-size", "3"], "--num-attention-heads 4 is not divisible .*3"),
         (["--tensor-model-parallel-size", "4"], "--num-query-groups 2 is not divisible .*4"),
+        (
+            ["--cp-comm-type", "a2a", "--context-parallel-size", "3"],
+            "4 query heads .* do not divide among 3 ranks",
+        ),
+        (
+            [
+                *("--cp-comm-type", "splitkv", "a2a", "--context-parallel-size", "4"),
+                *("--tensor-model-parallel-size", "2"),
+            ],
+            "2 query heads .* do not divide among 4 ranks",
+        ),
     ],
 )
 def test_arguments_that_contradict_the_store_are_named(

@@ -1,0 +1,75 @@
+"""Where queries are gathered and outputs scattered, by estimate over the links of a machine."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_splitkv.attention import SplitKVOptions
+from megatron_splitkv.attention.layer_shape import LayerShape
+from megatron_splitkv.attention.placement import choose_places, place_seconds
+from megatron_splitkv.comm.links import PRESETS, default_links
+
+AUTO = SplitKVOptions()
+SHARED = PRESETS["nvlink-400g-shared"]
+# The drafter of Qwen3.5-35B-A3B over 1M tokens on 64 ranks: its heads are wider than its rows.
+SHAPE = LayerShape(
+    query_rows=32768,
+    context_rows=2**20,
+    cp_size=64,
+    heads=16,
+    kv_heads=2,
+    head_width=256,
+    hidden_size=2048,
+    itemsize=2,
+)
+
+
+def test_the_choice_weighs_bytes_against_repeated_projections() -> None:
+    narrow = choose_places(AUTO, SHAPE, SHARED)
+    assert (narrow.gather, narrow.scatter) == ("hidden", "proj")
+    assert "gathers hidden (by estimate) and scatters proj (by estimate)" in narrow.reason
+    wide_rows = choose_places(AUTO, replace(SHAPE, hidden_size=5120), SHARED)
+    assert (wide_rows.gather, wide_rows.scatter) == ("q", "heads")
+    halved = choose_places(AUTO, replace(SHAPE, heads=8, kv_heads=1), SHARED)  # tp 2
+    assert (halved.gather, halved.scatter) == ("q", "heads")
+    fast_links = choose_places(AUTO, SHAPE, PRESETS["nvlink-400g"])
+    assert (fast_links.gather, fast_links.scatter) == ("q", "heads")
+    slow_processor = choose_places(AUTO, SHAPE, replace(SHARED, dense_flops=1e12))
+    assert (slow_processor.gather, slow_processor.scatter) == ("q", "heads")
+    alone = choose_places(AUTO, replace(SHAPE, cp_size=1), SHARED)
+    assert (alone.gather, alone.scatter) == ("q", "heads")
+
+
+def test_the_reason_names_the_links() -> None:
+    assert "over links nvlink-400g-shared" in choose_places(AUTO, SHAPE, SHARED).reason
+    assert AUTO.links_on("cpu") == default_links("cpu") == PRESETS["loopback"]
+    assert AUTO.links_on("cuda") == PRESETS["nvlink-400g"]
+    assert replace(AUTO, links=SHARED).links_on("cpu") == SHARED
+
+
+def test_a_gather_that_hides_behind_the_key_projection_costs_nothing() -> None:
+    few = replace(SHAPE, query_rows=1024, cp_size=8)
+    slow = replace(PRESETS["pcie-ethernet"], dense_flops=50e12)
+    seconds = place_seconds(AUTO, few, slow)
+    assert seconds["q"] == 0
+    assert seconds["heads"] > 0
+    assert choose_places(AUTO, few, slow).gather == "q"
+    projected = replace(few, hidden_size=0)  # given projected tensors, nothing hides it
+    assert place_seconds(AUTO, projected, slow)["q"] > 0
+
+
+def test_what_the_user_says_is_done() -> None:
+    fixed = SplitKVOptions(gather="q", scatter="proj")
+    assert choose_places(fixed, replace(SHAPE, hidden_size=5120), SHARED).scatter == "proj"
+    asked = choose_places(fixed, SHAPE, SHARED)
+    assert asked.gather == "q"
+    assert "gathers q (as asked) and scatters proj (as asked)" in asked.reason
+    assert choose_places(SplitKVOptions(save="own"), SHAPE, SHARED).gather == "q"
+
+
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [(SplitKVOptions(fp32_reduce=True), "heads"), (SplitKVOptions(save="own"), "q")],
+)
+def test_options_that_send_more_cost_more(option: SplitKVOptions, place: str) -> None:
+    assert place_seconds(option, SHAPE, SHARED)[place] > place_seconds(AUTO, SHAPE, SHARED)[place]
