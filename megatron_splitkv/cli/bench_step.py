@@ -4,10 +4,13 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_splitkv.cli.progress import stage_bars
 from megatron_splitkv.config import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_splitkv.bench.step import StepBenchmark
 
 PASSED = "none"
 
@@ -70,13 +73,38 @@ def add_step(benchmarks: Any) -> argparse.ArgumentParser:
 def run_step(
     args: argparse.Namespace,
 ) -> tuple[dict[str, Any], Callable[[], None], Callable[[str], list[Path]]]:
-    """Run it; see `bench.Outcome`."""
+    """Run it; see `bench.Outcome`. Of a launched group only rank 0 shows and writes anything.
+
+    Raises:
+        ConfigError: of a launched group on rank 0; the others leave with the same code in silence.
+    """
+    from megatron_splitkv.bench.ranks import launched_rank
+    from megatron_splitkv.bench.report import write_report
+    from megatron_splitkv.bench.step_report import draw_steps, print_steps
+
+    leads = launched_rank() == 0
+    try:
+        result = _measure(args, leads)
+    except ConfigError:
+        if leads:
+            raise
+        raise SystemExit(2) from None
+    if not leads:
+        args.json, args.output = False, None
+        return {}, lambda: None, lambda folder: []
+    content = result.to_json()
+    return (
+        content,
+        lambda: print_steps(result),
+        lambda folder: write_report(folder, "step", content, lambda path: draw_steps(result, path)),
+    )
+
+
+def _measure(args: argparse.Namespace, leads: bool) -> "StepBenchmark":
     import torch
 
-    from megatron_splitkv.bench.ranks import launched_rank, launched_size
-    from megatron_splitkv.bench.report import write_report
+    from megatron_splitkv.bench.ranks import launched_size
     from megatron_splitkv.bench.step import bench_step
-    from megatron_splitkv.bench.step_report import draw_steps, print_steps
     from megatron_splitkv.bench.step_shape import StepShape
     from megatron_splitkv.bench.step_time import small_nodes
     from megatron_splitkv.cli.bench import parse_numbers
@@ -102,9 +130,8 @@ def run_step(
     links = None if wanted == PASSED else small_nodes(links_from(wanted), args.ranks_per_node)
     usual = str(launched_size() if launched else 4)
     ranks = parse_numbers("--ranks", args.ranks or usual)
-    leads = launched_rank() == 0
     with stage_bars(quiet=args.json or not leads) as stages, stages.stage("steps") as progress:
-        result = bench_step(
+        return bench_step(
             shapes,
             ranks=ranks,
             links=links,
@@ -112,12 +139,3 @@ def run_step(
             repeats=args.repeats,
             progress=progress,
         )
-    content = result.to_json()
-    if not leads:  # one rank speaks for all
-        args.json, args.output = False, None
-        return content, lambda: None, lambda folder: []
-    return (
-        content,
-        lambda: print_steps(result),
-        lambda folder: write_report(folder, "step", content, lambda path: draw_steps(result, path)),
-    )

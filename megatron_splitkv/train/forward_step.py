@@ -78,8 +78,9 @@ class ForwardStep:
         if not self._began:
             self._began = True
             places, attention = drafter.places(plan), drafter.decoder.layers[0].self_attention
-            cast = plan.resolve_cast(attention.options.query_cast)
-            print_rank_0(f"{places.reason}; this pack's queries go to {_WHOM[cast]}")
+            whom = _WHOM[plan.resolve_cast(attention.options.query_cast)]
+            queries = f"; this pack's queries go to {whom}"
+            print_rank_0(places.reason + queries * (attention.strategy == "splitkv"))
 
         self._meter.clear()
         loss, num_tokens, report = model(batch, plan)
