@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_splitkv.attention.merge import accumulator_dtype
-from megatron_splitkv.comm import Pending, RowExchange
+from megatron_splitkv.comm import Pending, PendingSum, RowExchange
 
 
 class Flight:
@@ -44,7 +44,7 @@ class Flight:
         self.dtype = own.dtype
         self._own = own.detach() if keep_own else None
         self._cast: Pending | None = None
-        self._return: Pending | None = None
+        self._return: PendingSum | None = None
         self._buffer: torch.Tensor | None = _Launch.apply(own, self)
 
     def land(self) -> torch.Tensor:
@@ -80,8 +80,11 @@ class Flight:
         Returns:
             What a node returns as the gradient of the taken tensor: nothing reads it.
         """
-        self._return = self.exchange.launch_return(
-            partial.to(self.wire_dtype), label=f"grad_{self.label}"
+        self._return = self.exchange.launch_sum(
+            partial,
+            label=f"grad_{self.label}",
+            wire_dtype=self.wire_dtype,
+            dtype=accumulator_dtype(self.dtype),
         )
         return partial.new_zeros((), dtype=self.dtype).expand(partial.shape)
 
@@ -91,8 +94,8 @@ class Flight:
 
     def _gradient(self) -> torch.Tensor:
         assert self._return is not None
-        contributions, self._return = self._return.wait(), None
-        return self.exchange.sum(contributions, accumulator_dtype(self.dtype)).to(self.dtype)
+        total, self._return = self._return.wait(), None
+        return total.to(self.dtype)
 
 
 class _Launch(torch.autograd.Function):
@@ -150,8 +153,9 @@ class _Return(torch.autograd.Function):
         wire_dtype: torch.dtype,
     ) -> torch.Tensor:
         ctx.exchange, ctx.label = exchange, label
-        contributions = exchange.launch_return(partial.to(wire_dtype), label=label).wait()
-        return exchange.sum(contributions, accumulator_dtype(partial.dtype)).to(partial.dtype)
+        dtype = accumulator_dtype(partial.dtype)
+        pending = exchange.launch_sum(partial, label=label, wire_dtype=wire_dtype, dtype=dtype)
+        return pending.wait().to(partial.dtype)
 
     @staticmethod
     @once_differentiable

@@ -115,15 +115,15 @@ def _carrier_rows(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 def merge_contributions(
     exchange: RowExchange, outs: torch.Tensor, lses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole attention of a rank's own rows from what all ranks computed for them.
+    """The attention of a rank's own rows from what the ranks of an exchange computed for them.
 
     Args:
-        exchange: by whose routes the contributions came.
+        exchange: by whose routes the contributions came; one level of a two-level exchange.
         outs: partial outputs, in any dtype.
         lses: their log-sum-exps.
 
     Returns:
-        Output and lse over all keys, in the dtype of `lses`.
+        Output and lse over these ranks' keys, in the dtype of `lses`.
 
     Shape:
         C contributions to R own rows: ``[C, h, d]``, ``[C, h]`` -> ``[R, h, d]``, ``[R, h]``.
@@ -141,8 +141,19 @@ def merge_contributions(
     return out, lse
 
 
+def return_lse(exchange: RowExchange, lse: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp over all ranks' keys for a rank's own rows, from each rank's partial ones.
+
+    Shape:
+        ``[A, h]`` -> ``[R, h]``.
+    """
+    for level in exchange.levels:
+        lse = own_lse(level, level.launch_return(level.packed(lse), label="lse").wait())
+    return lse
+
+
 def own_lse(exchange: RowExchange, lses: torch.Tensor) -> torch.Tensor:
-    """Log-sum-exp over all ranks' keys for a rank's own rows; -inf where no rank saw any.
+    """Log-sum-exp over these ranks' keys for a rank's own rows; -inf where no rank saw any.
 
     Shape:
         ``[C, h]`` -> ``[R, h]``.

@@ -29,9 +29,12 @@ class SplitKVOptions:
         fp32_reduce: partial outputs and partial dq travel in fp32, twice the bytes, instead of the
             dtype of the queries. They are added in fp32 either way.
         links: the machine that every ``auto`` estimates for; None: a preset for the device.
+        ranks_per_node: processes of the job on each node, numbered node by node. Partial results
+            are added up inside a node before they leave it; 1: they are not. None: what the
+            launcher says (torchrun's ``LOCAL_WORLD_SIZE``), 1 if it says nothing.
 
     Raises:
-        ConfigError: an unknown name, or hidden rows gathered twice.
+        ConfigError: an unknown name, hidden rows gathered twice, or no rank on a node.
     """
 
     gather: str = "auto"
@@ -40,6 +43,7 @@ class SplitKVOptions:
     save: str = "gathered"
     fp32_reduce: bool = False
     links: Links | None = None
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("--splitkv-gather", self.gather, GATHER_PLACES)
@@ -50,6 +54,11 @@ class SplitKVOptions:
             raise ConfigError(
                 "--splitkv-save own gathers projected queries again in backward; use it with "
                 "--splitkv-gather q"
+            )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(
+                f"--splitkv-ranks-per-node {self.ranks_per_node} must be at least 1, which returns "
+                "partial results by one level"
             )
 
     def check_strategy(self, strategy: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_splitkv.comm import Routes, RowExchange, group_rank
+from megatron_splitkv.comm import Routes, RowExchange, group_rank, node_topology
 from megatron_splitkv.plan import AttentionPlan
 
 _EXCHANGES: WeakKeyDictionary[AttentionPlan, dict[Any, RowExchange]] = WeakKeyDictionary()
@@ -21,6 +21,7 @@ def row_exchange(
     device: torch.device,
     cast: str,
     window: int | None,
+    ranks_per_node: int | None = None,
 ) -> RowExchange:
     """The exchange of the plan's query rows over the group.
 
@@ -30,11 +31,13 @@ def row_exchange(
         device: of the tensors that will travel.
         cast: ``all`` or ``group``.
         window: of the layer; with it fewer ranks hold keys that a block sees.
+        ranks_per_node: see `comm.node_topology`; the first exchange of a group with cast ``all``
+            makes the groups of its two levels, on all its ranks.
     """
     kept = _EXCHANGES.setdefault(plan, {})
-    key = (group, device, cast, window if cast == "group" else None)
+    key = (group, device, cast, window if cast == "group" else ranks_per_node)
     if key not in kept:
-        kept[key] = _build(plan, group, device, cast, window)
+        kept[key] = _build(plan, group, device, cast, window, ranks_per_node)
     return kept[key]
 
 
@@ -44,12 +47,13 @@ def _build(
     device: torch.device,
     cast: str,
     window: int | None,
+    ranks_per_node: int | None,
 ) -> RowExchange:
     size = plan.block_size
     own_rows = plan.blocks_per_rank * size
     blocks = plan.query_cast(group_rank(group), cast, window)
     if blocks.everything:
-        return RowExchange(group, own_rows)
+        return RowExchange(group, own_rows, topology=node_topology(group, ranks_per_node))
 
     def rows(of_blocks: Iterable[NDArray[np.int64]]) -> torch.Tensor:
         first = np.concatenate([*of_blocks]) * size

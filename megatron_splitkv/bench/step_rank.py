@@ -94,7 +94,7 @@ def run_step(shape: StepShape, method: Method, real_time: bool) -> RankStep:
         _barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         with clock:
-            step.run()
+            step.run(step.project_context())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -105,19 +105,22 @@ def run_step(shape: StepShape, method: Method, real_time: bool) -> RankStep:
 
 
 def inspect_step(shape: StepShape, method: Method) -> tuple[int, NDArray[np.float32]]:
-    """Peak bytes of live tensors, inputs and weights aside, and the layer's output.
+    """Peak bytes of live tensors of the attention, its inputs and weights aside, and its output.
+
+    What projects the features is before it; keys and values are part of it.
 
     Shape:
         float32[Q_p, d], own rows.
     """
     step = _Step(shape, method)
+    context = step.project_context().detach().requires_grad_()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = step.run()
+        out = step.run(context)
         return torch.cuda.max_memory_allocated() - before, out.cpu().numpy()
-    with PeakStorage(*step.inputs, *step.parameters) as memory:
-        out = step.run()
+    with PeakStorage(context, *step.inputs, *step.parameters) as memory:
+        out = step.run(context)
     return memory.peak, out.numpy()
 
 
@@ -179,14 +182,18 @@ class _Step:
         modules = (*self.project, self.attention)
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def run(self) -> torch.Tensor:
-        """Forward and backward; the output."""
+    def project_context(self) -> torch.Tensor:
+        """The context rows that keys and values are projected from."""
         for parameter in self.parameters:
             parameter.grad = None
-        self.hidden.grad = None
         fc, norm = self.project
         mark("phase", CONTEXT)
         (context,) = _leave(norm(fc(self.features)[0]))
+        return context
+
+    def run(self, context: torch.Tensor) -> torch.Tensor:
+        """Attention forward, and all backward; the output."""
+        self.hidden.grad = None
         out, _ = self.attention(self.hidden, context, self.rotary, self.packed)
         out.backward(self.grad_out[:, None])
         return out.detach()[:, 0].float()

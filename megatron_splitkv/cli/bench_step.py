@@ -41,7 +41,7 @@ def add_step(benchmarks: Any) -> argparse.ArgumentParser:
         "--ranks", metavar="LIST", help="gloo processes (default: 4; the launcher's under torchrun)"
     )
     for option, default, text in (
-        ("--contexts", "4096,8192,16384,32768", "context rows of all ranks"),
+        ("--contexts", "4096,16384,32768", "context rows of all ranks"),
         ("--queries", "1024", "draft rows of all ranks"),
     ):
         parser.add_argument(

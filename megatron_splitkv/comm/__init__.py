@@ -16,12 +16,15 @@ from megatron_splitkv.comm.hops import (
     launch_shift,
 )
 from megatron_splitkv.comm.meter import Collective, CommMeter, mark
-from megatron_splitkv.comm.row_exchange import Routes, RowExchange
+from megatron_splitkv.comm.row_exchange import PendingSum, Routes, RowExchange
+from megatron_splitkv.comm.topology import NodeTopology, node_topology, split_by_node
 
 __all__ = [
     "Collective",
     "CommMeter",
+    "NodeTopology",
     "Pending",
+    "PendingSum",
     "Routes",
     "RowExchange",
     "all_reduce_max",
@@ -35,4 +38,6 @@ __all__ = [
     "launch_reduce_sum",
     "launch_shift",
     "mark",
+    "node_topology",
+    "split_by_node",
 ]

@@ -21,7 +21,8 @@ class Collective:
 
     Args:
         op: ``all_gather``, ``all_gather_v``, ``all_to_all``, ``all_to_all_v``, ``all_reduce_max``,
-            ``all_reduce_sum``, ``broadcast``, ``reduce_sum`` or ``shift``.
+            ``all_reduce_sum``, ``broadcast``, ``reduce_sum`` or ``shift``; of two-level returns
+            ``all_to_all_inside`` (nodes) and ``all_to_all_between`` (them).
         label: which tensor moved, e.g. ``q`` or ``lse_max``.
         elements: elements that this rank sends.
         dtype: dtype on the wire.
@@ -106,6 +107,8 @@ _SENT: dict[str, Callable[[int, int], float]] = {
     "all_gather": lambda n, p: n * (p - 1) / p,
     "all_gather_v": lambda n, p: float(n),
     "all_to_all": lambda n, p: n * (p - 1) / p,
+    "all_to_all_inside": lambda n, p: n * (p - 1) / p,
+    "all_to_all_between": lambda n, p: n * (p - 1) / p,
     "all_to_all_v": lambda n, p: float(n),
     "all_reduce_max": lambda n, p: 2 * n * (p - 1) / p,
     "all_reduce_sum": lambda n, p: 2 * n * (p - 1) / p,
@@ -124,7 +127,7 @@ def record(op: str, label: str, numel: int, dtype: torch.dtype, group_size: int)
         numel: elements of the whole buffer: gathered, exchanged, broadcast or reduced; of a shift
             and of the uneven ops those for other ranks.
         dtype: dtype on the wire.
-        group_size: P.
+        group_size: P, or ranks of the level.
     """
     if _ENTERED:
         collective = Collective(op, label, _SENT[op](numel, group_size), dtype)

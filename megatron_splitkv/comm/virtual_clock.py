@@ -172,18 +172,23 @@ def transfer_seconds(links: Links, op: str, sent: Sequence[float]) -> float:
         links: the machine.
         op: one of the ops of `Collective` but ``shift``.
         sent: bytes by rank, in the convention of `comm.meter`.
+
+    Raises:
+        ValueError: another op, as those of a part of the group.
     """
     ranks, most = len(sent), max(sent)
     if most == 0:  # an empty tensor is not sent
         return 0.0
     whole = most * ranks / (ranks - 1)
-    if op.startswith("all_reduce"):
+    if op in ("all_reduce_max", "all_reduce_sum"):
         return links.all_reduce_seconds(whole / 2, ranks)
-    if op.startswith("all_to_all"):
+    if op in ("all_to_all", "all_to_all_v"):
         return links.all_to_all_seconds(whole, ranks)
-    if op.startswith("all_gather"):
+    if op in ("all_gather", "all_gather_v"):
         return links.all_gather_seconds(whole, ranks)
-    return links.broadcast_seconds(whole, ranks)  # and its mirror, the reduction
+    if op in ("broadcast", "reduce_sum"):
+        return links.broadcast_seconds(whole, ranks)
+    raise ValueError(f"{op} has no price among all ranks of a group")
 
 
 # A rank between two waits: yields the number of the collective it waits for, is sent its end.

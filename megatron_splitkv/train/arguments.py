@@ -187,6 +187,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "either way.",
     )
     group.add_argument(
+        "--splitkv-ranks-per-node",
+        type=int,
+        metavar="N",
+        help="Ranks of the job on each node, numbered node by node. Partial outputs and gradients "
+        "are added up inside a node before they leave it; 1 turns that off. Default: what torchrun "
+        "says (LOCAL_WORLD_SIZE).",
+    )
+    group.add_argument(
         "--links",
         metavar="PRESET|FILE",
         help="The machine that every 'auto' estimates for: a file that `splitkv bench links "
@@ -214,6 +222,7 @@ def splitkv_options(args: argparse.Namespace) -> SplitKVOptions:
         save=args.splitkv_save,
         fp32_reduce=args.splitkv_fp32_reduce,
         links=links_of_group(links, max(1, args.tensor_model_parallel_size)),
+        ranks_per_node=args.splitkv_ranks_per_node,
     )
 
 

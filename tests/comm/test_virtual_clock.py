@@ -192,6 +192,8 @@ def test_uneven_transfers_last_as_long_as_their_busiest_rank() -> None:
     ring = TWO_LEVELS.all_gather_seconds(48, 4)
     assert transfer_seconds(TWO_LEVELS, "all_gather_v", sent) == pytest.approx(ring)
     assert transfer_seconds(TWO_LEVELS, "all_to_all_v", [0.0] * 4) == 0.0
+    with pytest.raises(ValueError, match="all_to_all_inside has no price"):
+        transfer_seconds(TWO_LEVELS, "all_to_all_inside", sent)
 
 
 # On gloo ranks, with seconds of computation that the test chooses

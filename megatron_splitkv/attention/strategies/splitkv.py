@@ -29,7 +29,7 @@ from megatron_splitkv.attention.kernels import Kernel, select_kernel
 from megatron_splitkv.attention.local_attention import LocalAttention
 from megatron_splitkv.attention.merge import (
     merge_contributions,
-    own_lse,
+    return_lse,
     row_delta,
     softmax_weight,
 )
@@ -84,7 +84,9 @@ class SplitKVAttention:
         self.window = window
         self.options = options
         self.cast = plan.resolve_cast(options.query_cast, window)
-        self.exchange = row_exchange(plan, cp_group, device, self.cast, window)
+        self.exchange = row_exchange(
+            plan, cp_group, device, self.cast, window, options.ranks_per_node
+        )
 
     def launch(self, rows: torch.Tensor, *, label: str = "q") -> Flight:
         """Send this rank's query rows (or what they will be projected from) off.
@@ -276,17 +278,16 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         *keys, call = inputs
         rows = call.rows(operand)
-        partial_out, partial_lse = call.local.forward(rows, tuple(keys))
-        if call.exchange.alone:
-            out, lse = partial_out.to(operand.dtype), partial_lse
-        else:
-            lses = call.exchange.launch_return(partial_lse, label="lse")
-            sent = partial_out.to(call.wire_dtype)
-            del partial_out  # before what is received takes its place
-            outs = call.exchange.launch_return(sent, label="out")
+        out, lse = call.local.forward(rows, tuple(keys))
+        for level in call.exchange.levels:
+            lses = level.launch_return(level.packed(lse), label="lse")
+            sent = level.packed(out, call.wire_dtype)
+            del out  # before what is received takes its place
+            outs = level.launch_return(sent, label="out")
             del sent
-            out, lse = merge_contributions(call.exchange, outs.wait(), lses.wait())
-            out = out.to(operand.dtype)
+            out, lse = merge_contributions(level, outs.wait(), lses.wait())
+            del outs
+        out = out.to(operand.dtype)
         ctx.call = call
         ctx.save_for_backward(*_kept_queries(rows, own_rows), *keys, out, lse)
         return out
@@ -324,8 +325,7 @@ class _AttendPartial(torch.autograd.Function):
         *keys, call = inputs
         rows = call.rows(operand)
         partial_out, partial_lse = call.local.forward(rows, tuple(keys))
-        returned = call.exchange.launch_return(partial_lse, label="lse").wait()
-        own = own_lse(call.exchange, returned)
+        own = return_lse(call.exchange, partial_lse)
         lse = call.exchange.launch_cast(own, label="lse_total").wait()
         share = partial_out.mul_(softmax_weight(partial_lse, lse).unsqueeze(-1)).to(operand.dtype)
         ctx.call = call
