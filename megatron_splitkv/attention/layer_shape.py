@@ -114,12 +114,13 @@ class LayerShape:
             load=Load.of_plan(plan, query_cast, ranks_per_node),
         )
 
-    def traffic(self, gather: str, scatter: str) -> TrafficShape:
+    def traffic(self, gather: str, scatter: str, node_ranks: int = 1) -> TrafficShape:
         """What the volume formulas read.
 
         Args:
             gather: of split-KV, ``q`` or ``hidden``.
             scatter: of split-KV, ``heads`` or ``proj``.
+            node_ranks: of split-KV, see `TrafficShape`.
         """
         everywhere = self.query_rows * (self.cp_size - 1) / self.cp_size
         share = 1.0 if self.load is None or not everywhere else self.load.sent_rows / everywhere
@@ -136,4 +137,5 @@ class LayerShape:
             gather=gather,
             scatter=scatter,
             query_share=share,
+            node_ranks=node_ranks,
         )

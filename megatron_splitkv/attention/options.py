@@ -30,8 +30,8 @@ class SplitKVOptions:
             dtype of the queries. They are added in fp32 either way.
         links: the machine that every ``auto`` estimates for; None: a preset for the device.
         ranks_per_node: processes of the job on each node, numbered node by node. Partial results
-            are added up inside a node before they leave it; 1: they are not. None: what the
-            launcher says (torchrun's ``LOCAL_WORLD_SIZE``), 1 if it says nothing.
+            of queries that went to all ranks are added up inside a node before they leave it; 1:
+            they are not. None: what the launcher says (torchrun's ``LOCAL_WORLD_SIZE``).
 
     Raises:
         ConfigError: an unknown name, hidden rows gathered twice, or no rank on a node.

@@ -6,13 +6,14 @@ scattered behind the projection. Every rank then repeats the projection of the r
 and does not own.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_splitkv.attention.layer_shape import LayerShape
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.strategies.volumes import Move, volume
-from megatron_splitkv.attention.transfers import move_seconds
+from megatron_splitkv.attention.transfers import move_seconds, node_ranks
 from megatron_splitkv.comm.links import Links
 
 
@@ -76,7 +77,8 @@ def place_seconds(options: SplitKVOptions, shape: LayerShape, links: Links) -> d
     these go backward: only what exceeds that time counts. The scatter hides behind nothing.
 
     Args:
-        options: of them `fp32_reduce`, and `save`: own queries are gathered twice.
+        options: of them `fp32_reduce`; `save`: own queries are gathered twice; `ranks_per_node`: 1
+            keeps returns on one level where the machine has two.
         shape: of the layer.
         links: the machine.
 
@@ -84,6 +86,7 @@ def place_seconds(options: SplitKVOptions, shape: LayerShape, links: Links) -> d
         Seconds by place: ``q``, ``hidden``, ``heads``, ``proj``.
     """
     ranks, load = shape.cp_size, shape.loaded
+    near = 1 if options.ranks_per_node == 1 else node_ranks(links, ranks)
     rows = (shape.context_rows + shape.query_rows) / ranks
     key_width = 2 * shape.kv_heads * shape.head_width
     behind = 2 * rows * shape.hidden_size * key_width / links.dense_flops  # forward
@@ -97,8 +100,10 @@ def place_seconds(options: SplitKVOptions, shape: LayerShape, links: Links) -> d
         return move_seconds(move, links, ranks, far_share=load.far_share)
 
     def total(gather: str, scatter: str) -> tuple[float, float]:
-        moved = volume("splitkv", shape.traffic(gather, scatter))
-        cast = {move.label: of(move) for move in (*moved.forward.moves, *moved.backward.moves)}
+        moved = volume("splitkv", shape.traffic(gather, scatter, near))
+        cast: defaultdict[str, float] = defaultdict(float)
+        for move in (*moved.forward.moves, *moved.backward.moves):
+            cast[move.label] += of(move)
         there, back = cast.pop(gather, 0.0), cast.pop(f"grad_{gather}", 0.0)
         again = there if options.save == "own" else 0.0
         exposed = max(0.0, there - behind) + max(0.0, back - 2 * behind) + again

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_splitkv.comm import Routes, RowExchange, group_rank, node_topology
+from megatron_splitkv.comm import Routes, RowExchange, group_rank, ranks_on_node
 from megatron_splitkv.plan import AttentionPlan
 
 _EXCHANGES: WeakKeyDictionary[AttentionPlan, dict[Any, RowExchange]] = WeakKeyDictionary()
@@ -31,8 +31,7 @@ def row_exchange(
         device: of the tensors that will travel.
         cast: ``all`` or ``group``.
         window: of the layer; with it fewer ranks hold keys that a block sees.
-        ranks_per_node: see `comm.node_topology`; the first exchange of a group with cast ``all``
-            makes the groups of its two levels, on all its ranks.
+        ranks_per_node: see `comm.ranks_on_node`; of a cast ``all``, whose returns take two levels.
     """
     kept = _EXCHANGES.setdefault(plan, {})
     key = (group, device, cast, window if cast == "group" else ranks_per_node)
@@ -53,7 +52,7 @@ def _build(
     own_rows = plan.blocks_per_rank * size
     blocks = plan.query_cast(group_rank(group), cast, window)
     if blocks.everything:
-        return RowExchange(group, own_rows, topology=node_topology(group, ranks_per_node))
+        return RowExchange(group, own_rows, node_ranks=ranks_on_node(group, ranks_per_node))
 
     def rows(of_blocks: Iterable[NDArray[np.int64]]) -> torch.Tensor:
         first = np.concatenate([*of_blocks]) * size

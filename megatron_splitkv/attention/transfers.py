@@ -6,6 +6,17 @@ from megatron_splitkv.attention.strategies.volumes import Move
 from megatron_splitkv.comm.links import Links
 
 
+def node_ranks(links: Links, ranks: int) -> int:
+    """Ranks on each node where split-KV's returns take two levels; 1 where they take one.
+
+    Args:
+        links: the machine, whose nodes are filled one after the other.
+        ranks: P.
+    """
+    per_node = links.ranks_per_node
+    return per_node if ranks > per_node and ranks % per_node == 0 else 1
+
+
 def move_seconds(
     move: Move,
     links: Links,
@@ -31,6 +42,11 @@ def move_seconds(
     whole = sent * ranks / (ranks - 1)  # of a buffer of which a rank sends all but its own part
     if move.op == "shift":
         return calls * (links.ring_hop_seconds(sent, ranks) + sent * hop_byte_seconds)
+    if move.op == "all_to_all_inside":
+        return calls * links.all_to_all_v_seconds(sent, 0.0, links.ranks_in_node(ranks))
+    if move.op == "all_to_all_between":
+        latency = (links.nodes(ranks) - 1) * links.inter_latency
+        return calls * (latency + sent / links.inter_bandwidth)
     if move.op == "all_to_all_v" and far_share is not None:
         near = sent * (1 - far_share)
         return calls * links.all_to_all_v_seconds(near, sent * far_share, ranks)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from megatron_splitkv.plan import ContextPlan, build_plan
 
 PHASES = ("plan", "forward", "backward")
 _VOCABULARY = 512
+_MOST_RANKS = 64
+_RANK_BYTES = 1 << 28  # of Python, torch and Megatron
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class BalanceShape:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.ranks or min(self.ranks) < 1:
-            raise ConfigError(f"ranks {list(self.ranks)} must be at least 1")
+        if not self.ranks or min(self.ranks) < 1 or max(self.ranks) > _MOST_RANKS:
+            raise ConfigError(f"ranks {list(self.ranks)} must be at least 1, at most {_MOST_RANKS}")
         if self.repeats < 2:
             raise ConfigError(f"repeats {self.repeats} must be at least 2: an interval needs them")
         for name in ("samples", "context", "anchors", "layers"):
@@ -70,11 +73,40 @@ class BalanceShape:
                 raise ConfigError(f"{name} {getattr(self, name)} must be at least 1")
         if self.hidden_size < 128 or self.hidden_size % 128:
             raise ConfigError(f"hidden_size {self.hidden_size} must be a multiple of 128")
-        if self.seed < 0:
-            raise ConfigError(f"seed {self.seed} must not be negative")
+        if not 0 <= self.seed < 1 << 31:
+            raise ConfigError(f"seed {self.seed} must not be negative, and below 2**31")
         if self.chunks_per_rank is not None and self.chunks_per_rank < 1:
             raise ConfigError(f"chunks_per_rank {self.chunks_per_rank} must be at least 1")
-        _ = self.dflash  # which refuses what no drafter can have
+        if self.context - self.context // 4 < 2:
+            raise ConfigError(
+                f"context {self.context} leaves no anchor and no work; an anchor and the token "
+                "behind it must be supervised, so take at least 2"
+            )
+        rows, most_ranks = self.samples * self.context, max(self.ranks)
+        if rows // most_ranks < (self.chunks_per_rank or 1):
+            raise ConfigError(
+                f"{rows:,} context rows are too few for {most_ranks} ranks of chunks_per_rank "
+                f"{self.chunks_per_rank or 1}; take more context, or fewer ranks or chunks"
+            )
+        # What no drafter can have is refused by its configuration.
+        needed, there = self.memory(most_ranks), psutil.virtual_memory().total
+        if needed > there:
+            raise ConfigError(
+                f"{most_ranks} ranks need about {needed / 1e9:,.0f} GB together, and this machine "
+                f"has {there / 1e9:,.0f}; take fewer ranks, samples, anchors or layers, less "
+                "context, or a smaller block_size or hidden_size"
+            )
+
+    def memory(self, cp_size: int) -> int:
+        """Bytes that so many ranks need together, roughly and rather too few."""
+        dflash, rows = self.dflash, self.samples * self.context
+        queries = self.samples * min(self.anchors, self.context) * self.block_size
+        projected = dflash.hidden_size + 2 * dflash.num_key_value_heads * dflash.head_dim
+        context_row = dflash.feature_width + self.layers * projected
+        query_row = 2 * self.layers * dflash.num_attention_heads * dflash.head_dim
+        # Parameters, gradients and their copy; every rank reads the pack and sees all queries.
+        a_rank = _RANK_BYTES + 12 * dflash.num_parameters() + 9 * rows + 4 * queries * query_row
+        return cp_size * a_rank + 2 * 4 * rows * context_row
 
     @property
     def dflash(self) -> DFlashConfig:
@@ -110,7 +142,7 @@ class BalanceShape:
         return select_anchors(
             pack.loss_mask,
             pack.cu_seqlens,
-            num_anchors=self.anchors,
+            num_anchors=min(self.anchors, self.context),
             block_size=self.block_size,
             seed=self.seed,
             step=number,

@@ -21,13 +21,17 @@ from numpy.typing import NDArray
 from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError
 from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.plan import build_plan
-from megatron_splitkv.plan.comparison import timed_plan
+from megatron_splitkv.plan.comparison import HYPERGRAPH_RANKS, timed_plan
 
 SAMPLES, PROMPT_FRACTION, ANCHORS, BLOCK_SIZE = 4, 0.25, 512, 16
 _HYPERGRAPH_SEEDS = 3  # it takes a second a plan at 64 ranks
 _REPEATS = 3  # timed plans of a draw
 _SCALING_ROWS = 1 << 16  # context rows a rank while ranks grow: 64M rows on 1024
 _SCALING_REPEATS = 7
+# What is planned within minutes and a few gigabytes.
+_MOST_ROWS = 1 << 26  # of a micro-batch
+_MOST_RANKS = 4096
+_MOST_CHUNKS = 1 << 20
 
 # Mean imbalance in percent over the contexts on 8 ranks, and over the ranks at 256k.
 PAPER_IMBALANCE = {
@@ -71,6 +75,27 @@ class PlanningShape:
             values = getattr(self, name)
             if not values or min(values) < 1 or list(values) != sorted(set(values)):
                 raise ConfigError(f"{name} {list(values)} must ascend and be at least 1")
+        for name, value, most in (
+            ("contexts", self.contexts[-1], _MOST_ROWS // SAMPLES),
+            ("ranks", self.ranks[-1], _MOST_RANKS),
+            ("scale_to", self.scale_to, _MOST_RANKS),
+        ):
+            if value > most:
+                raise ConfigError(f"{name}: {value:,} must be at most {most:,}")
+        for context, ranks in self.points:
+            most = min(SAMPLES * context, _MOST_CHUNKS) // ranks
+            if self.chunks_per_rank > most:
+                raise ConfigError(
+                    f"chunks_per_rank {self.chunks_per_rank} must be at most {most:,} for "
+                    f"{SAMPLES} samples of {context:,} tokens on {ranks:,} ranks; take fewer "
+                    "chunks or ranks, or longer contexts"
+                )
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Those that can run in time, in the order of the tables."""
+        runs = self.ranks[-1] <= HYPERGRAPH_RANKS and find_spec("kahypar") is not None
+        return tuple(name for name in PLAN_STRATEGIES if runs or name != "hypergraph")
 
     @property
     def points(self) -> list[tuple[int, int]]:
@@ -212,15 +237,13 @@ class PlanningBenchmark:
 def bench_planning(
     shape: PlanningShape, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> PlanningBenchmark:
-    """Plan every point for every seed under every strategy that can run.
+    """Plan every point for every seed under every strategy that can run in time.
 
     Args:
         shape: what to plan.
         progress: called with (draws done, draws in all).
     """
-    strategies = tuple(
-        name for name in PLAN_STRATEGIES if name != "hypergraph" or find_spec("kahypar")
-    )
+    strategies = shape.strategies
     result = PlanningBenchmark(shape, strategies)
     total, done = len(shape.points) * shape.seeds + len(shape.scaling_ranks), 0
 

@@ -16,6 +16,7 @@ from megatron_splitkv.bench.planning import (
     PAPER_MILLISECONDS,
     PlanningBenchmark,
 )
+from megatron_splitkv.plan.comparison import HYPERGRAPH_RANKS
 
 # Okabe and Ito's palette, and a mark that tells lines apart without it.
 _STYLES = {
@@ -51,7 +52,7 @@ def print_planning(result: PlanningBenchmark, console: Console | None = None) ->
             "long as balanced, in this run"
             if "hypergraph" in result.strategies
             else "; hypergraph is left out: it needs KaHyPar, "
-            "pip install 'megatron-splitkv[hypergraph]'"
+            f"pip install 'megatron-splitkv[hypergraph]', and at most {HYPERGRAPH_RANKS} ranks"
         )
         + ". The paper's numbers are its authors', of another machine.",
         highlight=False,

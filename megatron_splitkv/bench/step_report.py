@@ -43,7 +43,7 @@ _NAMES = {
 
 
 def print_steps(result: StepBenchmark, console: Console | None = None) -> None:
-    """Print a table for each point, and the growth from the first context to the last.
+    """Print two tables for each point, and the growth from the first context to the last.
 
     Args:
         result: of `bench_step`.
@@ -51,45 +51,53 @@ def print_steps(result: StepBenchmark, console: Console | None = None) -> None:
     """
     console = console or Console()
     for point in result.points:
-        console.print(_table(point))
+        console.print(_traffic_table(point))
+        console.print(_time_table(point))
         for line in _notes(point):
             console.print(line, highlight=False)
     for series in _by_context(result):
         console.print(_growth(series), highlight=False)
 
 
-def _table(point: StepPoint) -> Table:
+def _traffic_table(point: StepPoint) -> Table:
+    """What moves and what lies in memory; 80 columns, as the other table."""
     table = Table(title=_title(point), box=SIMPLE_HEAD)
-    table.add_column("method")
-    table.add_column("placement")
-    for column in (
-        "MiB sent",
-        "calls",
-        "peak MiB",
-        "imbalance",
-        "CPU s, mean / max",
-        "attention + comm., ms",
-        "x Split-KV",
-        "whole layer, ms",
-    ):
+    table.add_column("method", no_wrap=True)
+    table.add_column("placement", no_wrap=True)
+    for column in ("MiB", "calls", "peak MiB", "imbal."):
         table.add_column(column, justify="right")
-    unit = _unit(point)
-    for run in point.runs.values():
-        times = Spread.of(run.seconds() * unit)
-        ratio = Spread.of(run.seconds() / point.ours.seconds())
-        cpu = run.cpu_seconds.mean(axis=0)
+    for name, run in point.runs.items():
         table.add_row(
-            _name(run.method, point),
+            name,
             _placement(run.method),
             f"{np.mean(run.bytes) / 2**20:.2f}{'' if run.as_formula else ' (!)'}",
             str(run.calls),
             f"{max(run.peak_bytes) / 2**20:.1f}",
             f"{100 * run.imbalance:.1f} %",
-            f"{cpu.mean():.2f} / {cpu.max():.2f}",
+            style="bold" if run is point.ours else None,
+        )
+    return table
+
+
+def _time_table(point: StepPoint) -> Table:
+    table = Table(
+        title="attention + communication, forward and backward: medians (range)", box=SIMPLE_HEAD
+    )
+    table.add_column("method", no_wrap=True)
+    for column in ("ms", "x Split-KV", "CPU s, mean / max", "whole layer, ms"):
+        table.add_column(column, justify="right")
+    unit = _unit(point)
+    for name, run in point.runs.items():
+        times = Spread.of(run.seconds() * unit)
+        ratio = Spread.of(run.seconds() / point.ours.seconds())
+        cpu = run.cpu_seconds.mean(axis=0)
+        table.add_row(
+            name,
             f"{_number(times.median)} ({_number(times.low)} to {_number(times.high)})",
             "1"
             if run is point.ours
             else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+            f"{cpu.mean():.2f} / {cpu.max():.2f}",
             _number(float(np.median(run.seconds(whole=True))) * unit),
             style="bold" if run is point.ours else None,
         )

@@ -30,12 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; ``sys.argv`` when None.
 
     Returns:
-        The exit code: 0, or 2 for bad input, files that cannot be read or written included.
+        The exit code: 0, or 2 for bad input: files that cannot be read or written included, and
+        numbers for which no memory is there.
     """
     args = build_parser().parse_args(argv)
     command = import_module(f"megatron_splitkv.cli.{args.command}")
     try:
         return command.run(args)
     except (ConfigError, OSError) as error:
-        print(f"splitkv {args.command}: {error}", file=sys.stderr)
-        return 2
+        message = str(error)
+    except (MemoryError, OverflowError) as error:
+        message = f"too large for this machine; take smaller numbers ({error or 'out of memory'})"
+    print(f"splitkv {args.command}: {message}", file=sys.stderr)
+    return 2

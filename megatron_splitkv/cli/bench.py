@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,13 +224,21 @@ def _run_balance(args: argparse.Namespace) -> Outcome:
     )
 
 
-def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+def parse_numbers(option: str, text: str, most: int | None = None) -> tuple[int, ...]:
     """Whole numbers from '8,16,32'.
+
+    Args:
+        option: whose they are.
+        text: what the user typed.
+        most: the largest allowed; None for any.
 
     Raises:
         ConfigError: something else.
     """
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} is not a list of numbers; write '8,16,32'") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[+-]?[0-9]{1,18}", part) for part in parts):
+        raise ConfigError(f"{option} {text!r} is not a list of numbers; write '8,16,32'")
+    numbers = tuple(int(part) for part in parts)
+    if most is not None and max(numbers) > most:
+        raise ConfigError(f"{option} {text}: each may be at most {most:,}")
+    return numbers

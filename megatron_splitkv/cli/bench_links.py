@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _CPU_SIZES = "4096,65536,1048576,8388608"
 _GPU_SIZES = "65536,1048576,16777216,268435456"
 _MOST_RANKS = 8
+_MOST_BYTES = 1 << 30
 _SECONDS = 300.0
 
 
@@ -100,6 +101,8 @@ def _measure(args: argparse.Namespace, launched: bool, rank: int) -> "LinksBench
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--sizes {text!r} is not a list of bytes; write {_CPU_SIZES}") from None
+    if max(sizes) > _MOST_BYTES and not launched:
+        raise ConfigError(f"--sizes {text}: at most {_MOST_BYTES:,} bytes without torchrun")
     effort = Effort(sizes, args.repeats)
     if not args.name:
         raise ConfigError("--name is empty; give the model a name")

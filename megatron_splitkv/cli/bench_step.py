@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_splitkv.bench.step import StepBenchmark
 
 PASSED = "none"
+_MOST_RANKS, _MOST_CONTEXT, _MOST_QUERIES = 64, 1 << 24, 1 << 20
 
 
 def add_step(benchmarks: Any) -> argparse.ArgumentParser:
@@ -121,15 +122,15 @@ def _measure(args: argparse.Namespace, leads: bool) -> "StepBenchmark":
     )
     shapes = [
         replace(shape, context=context, queries=queries)
-        for queries in parse_numbers("--queries", args.queries)
-        for context in parse_numbers("--contexts", args.contexts)
+        for queries in parse_numbers("--queries", args.queries, _MOST_QUERIES)
+        for context in parse_numbers("--contexts", args.contexts, _MOST_CONTEXT)
     ]
     wanted = (PASSED if on_gpus else "nvlink-400g") if args.links is None else args.links
     if on_gpus and wanted != PASSED:
         raise ConfigError(f"--links {wanted} is for CPU ranks; on GPUs time is what passes")
     links = None if wanted == PASSED else small_nodes(links_from(wanted), args.ranks_per_node)
     usual = str(launched_size() if launched else 4)
-    ranks = parse_numbers("--ranks", args.ranks or usual)
+    ranks = parse_numbers("--ranks", args.ranks or usual, None if launched else _MOST_RANKS)
     with stage_bars(quiet=args.json or not leads) as stages, stages.stage("steps") as progress:
         return bench_step(
             shapes,

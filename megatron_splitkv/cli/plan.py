@@ -2,23 +2,20 @@
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from megatron_splitkv.cli.plan_workload import add_workload, find_workload, shown
+from megatron_splitkv.cli.progress import progress_bar
 from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError, require_choice
 
 if TYPE_CHECKING:
-    from megatron_splitkv.data.target import Progress
-    from megatron_splitkv.plan.comparison import MicroBatch, Windows
+    from megatron_splitkv.plan.comparison import Windows
 
-MAX_TOKENS = 1 << 28  # the described workload's loss mask lies in memory
-_DOCUMENTS = "4x262144"
+MAX_WINDOW = 1 << 31
+MAX_LAYERS = 1024
 _SOURCES = ("zigzag", "contiguous", "none")
 _NO_KAHYPAR = "hypergraph is left out: it needs KaHyPar, pip install 'megatron-splitkv[hypergraph]'"
 
@@ -32,21 +29,7 @@ def add_parser(subparsers: Any) -> None:
         "draws, how even the ranks' attention work is and what that costs. The workload is "
         "described by --documents, or is what training reads from a --feature-store.",
     )
-    parser.add_argument(
-        "--documents",
-        metavar="LENGTHS",
-        help=f"packed documents in tokens: '4x262144' or '3072,256,256' (default: {_DOCUMENTS})",
-    )
-    parser.add_argument(
-        "--prompt-fraction",
-        type=float,
-        metavar="SHARE",
-        help="share of each described document without supervision (default: 0.25, the paper's)",
-    )
-    parser.add_argument(
-        "--feature-store", metavar="DIR", help="pack its documents as training does"
-    )
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens a pack, with a store")
+    add_workload(parser)
     for option, default, text in (
         ("--step", 0, "the first pack, or draw of anchors, counted from 0"),
         ("--steps", 1, "how many packs or draws; the table then has means and worst cases"),
@@ -70,6 +53,12 @@ def add_parser(subparsers: Any) -> None:
         help="attention windows of the layers, e.g. 'none,512,512' (default: one full layer)",
     )
     parser.add_argument(
+        "--tiles",
+        action="store_true",
+        help="cut and price chunks by kernel tiles of 128 x 128 instead of pairs, as "
+        "build_plan(tiles=True) does; zigzag and balanced-local stay as they are",
+    )
+    parser.add_argument(
         "--source",
         default="zigzag",
         choices=_SOURCES,
@@ -91,28 +80,24 @@ def run(args: argparse.Namespace) -> int:
     from megatron_splitkv.plan.comparison import compare_strategies
 
     windows = parse_windows(args.windows)
-    strategies, left_out = _strategies(args.strategies)
-    if args.draw:
-        from megatron_splitkv.plan.draw import draw_plans, picture_format
+    strategies, left_out = _strategies(args.strategies, args.cp_size)
+    if args.draw is not None:
+        from megatron_splitkv.plan.draw import check_picture, draw_plans
 
-        picture_format(args.draw)
-        if not Path(args.draw).absolute().parent.is_dir():
-            raise ConfigError(f"--draw {args.draw}: its folder does not exist")
-    for option in ("step", "seed"):
-        if getattr(args, option) < 0:
-            raise ConfigError(f"--{option} {getattr(args, option)} must not be negative")
-    if args.steps < 1:
-        raise ConfigError(f"--steps {args.steps} must be at least 1")
-    batches = _stored(args) if args.feature_store else _described(args)
-    with _progress(quiet=args.json or args.steps == 1) as progress:
+        check_picture(args.draw)
+    batches = find_workload(args)
+    total, done = 2 * args.steps * len(strategies), count(1)
+    with progress_bar("plans", quiet=args.json) as progress:
+        progress(0, total)
         comparison = compare_strategies(
             batches,
             args.cp_size,
             strategies,
             chunks_per_rank=args.chunks_per_rank,
             windows=windows,
+            tiles=args.tiles,
             source=args.source,
-            progress=progress,
+            one_more=lambda: progress(next(done), total),
         )
     if args.json:
         print(json.dumps(comparison_json(comparison)))
@@ -120,32 +105,11 @@ def run(args: argparse.Namespace) -> int:
         print_comparison(comparison)
         if left_out:
             print(left_out)
-    if args.draw:
+    if args.draw is not None:
         draw_plans(list(comparison.plans.values()), args.draw)
         if not args.json:
             print(f"drawn: {args.draw}")
     return 0
-
-
-def parse_lengths(text: str) -> NDArray[np.int64]:
-    """Document lengths from '4x262144' or '3072,256,256' (parts of both kinds may be mixed).
-
-    Raises:
-        ConfigError: not a list of positive lengths.
-    """
-    lengths: list[int] = []
-    try:
-        for part in text.split(","):
-            count, _, length = part.rpartition("x")
-            lengths += [int(length)] * (int(count) if count else 1)
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1 or sum(lengths) > MAX_TOKENS:
-        raise ConfigError(
-            f"--documents {text!r} is not a list of lengths, up to {MAX_TOKENS:,} tokens together; "
-            "write '4x262144' or '3072,256'"
-        )
-    return np.array(lengths, dtype=np.int64)
 
 
 def parse_windows(text: str) -> "Windows":
@@ -157,93 +121,34 @@ def parse_windows(text: str) -> "Windows":
     windows: list[int | None] = []
     for part in text.lower().split(","):
         word = part.strip()
-        if word != "none" and not (word.isdecimal() and int(word) > 0):
+        number = int(word) if re.fullmatch("[0-9]{1,18}", word) else 0
+        if word != "none" and not 1 <= number <= MAX_WINDOW:
             raise ConfigError(
-                f"--windows {text!r}: {word!r} is no window; write 'none' for a layer with full "
-                "attention or the number of positions that it sees, e.g. 'none,512,512'"
+                f"--windows {shown(text)}: {shown(word)} is no window; write 'none' for a layer "
+                f"with full attention or the number of positions that it sees, at most "
+                f"{MAX_WINDOW:,}, e.g. 'none,512,512'"
             )
-        windows.append(None if word == "none" else int(word))
+        windows.append(None if word == "none" else number)
+    if len(windows) > MAX_LAYERS:
+        raise ConfigError(f"--windows names {len(windows):,} layers; at most {MAX_LAYERS:,}")
     return tuple(windows)
 
 
-def _strategies(text: str | None) -> tuple[list[str], str | None]:
-    """What to compare, and what to say about that which cannot run."""
-    has_kahypar = find_spec("kahypar") is not None
+def _strategies(text: str | None, cp_size: int) -> tuple[list[str], str | None]:
+    """What to compare, and what to say about that which cannot run, or not in time."""
     if text is None:
-        names = [name for name in PLAN_STRATEGIES if has_kahypar or name != "hypergraph"]
-        return names, None if has_kahypar else _NO_KAHYPAR
+        from megatron_splitkv.plan.comparison import HYPERGRAPH_RANKS
+
+        left_out = None
+        if find_spec("kahypar") is None:
+            left_out = _NO_KAHYPAR
+        elif cp_size > HYPERGRAPH_RANKS:
+            left_out = (
+                f"hypergraph is left out: for more than {HYPERGRAPH_RANKS} ranks it needs minutes; "
+                "--strategies hypergraph plans with it all the same"
+            )
+        return [n for n in PLAN_STRATEGIES if not left_out or n != "hypergraph"], left_out
     names = [
         require_choice("--strategies", name.strip(), PLAN_STRATEGIES) for name in text.split(",")
     ]
     return list(dict.fromkeys(names)), None
-
-
-def _described(args: argparse.Namespace) -> "list[MicroBatch]":
-    from megatron_splitkv.data.anchors import select_anchors
-    from megatron_splitkv.plan.comparison import MicroBatch
-
-    if args.seq_length is not None:
-        raise ConfigError("--seq-length packs a feature store: give --feature-store too")
-    fraction = 0.25 if args.prompt_fraction is None else args.prompt_fraction
-    if not 0 <= fraction < 1:
-        raise ConfigError(f"--prompt-fraction {fraction} must be in [0, 1)")
-    lengths = parse_lengths(_DOCUMENTS if args.documents is None else args.documents)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    loss_mask = np.ones(cu_seqlens[-1], dtype=np.bool_)
-    for start, length in zip(cu_seqlens, lengths, strict=False):
-        loss_mask[start : start + int(length * fraction)] = False
-    return [
-        MicroBatch(
-            select_anchors(
-                loss_mask,
-                cu_seqlens,
-                num_anchors=args.num_anchors,
-                block_size=args.block_size,
-                seed=args.seed,
-                step=step,
-                sample_ids=np.arange(lengths.size),
-            ).without_padding(),
-            cu_seqlens,
-        )
-        for step in range(args.step, args.step + args.steps)
-    ]
-
-
-def _stored(args: argparse.Namespace) -> "list[MicroBatch]":
-    from megatron_splitkv.data.packing import PackedEpochs, draw_blocks, read_pack
-    from megatron_splitkv.data.store import FeatureStore
-    from megatron_splitkv.plan.comparison import MicroBatch
-
-    for option in ("documents", "prompt_fraction"):
-        if getattr(args, option) is not None:
-            raise ConfigError(
-                f"--{option.replace('_', '-')} describes a workload; leave it out, or leave out "
-                "--feature-store"
-            )
-    if args.seq_length is None:
-        raise ConfigError("--feature-store needs --seq-length, the tokens of a pack in training")
-    store = FeatureStore(args.feature_store)
-    packing = PackedEpochs(store.lengths, args.seq_length, args.seed)
-    batches = []
-    for item in range(args.step, args.step + args.steps):
-        pack = read_pack(store, packing.pack_documents(item))
-        layout = draw_blocks(
-            pack,
-            num_anchors=args.num_anchors,
-            block_size=args.block_size,
-            seed=args.seed,
-            item_index=item,
-        )
-        batches.append(MicroBatch(layout, pack.cu_seqlens))
-    return batches
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> "Iterator[Progress]":
-    if quiet:
-        yield lambda done, total: None
-        return
-    from megatron_splitkv.cli.progress import stage_bars  # imports torch
-
-    with stage_bars() as stages, stages.stage("micro-batches") as progress:
-        yield progress

@@ -1,13 +1,14 @@
 """What `splitkv plan` says: a table for people, an object for programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megatron_splitkv.plan.comparison import Comparison
+from megatron_splitkv.plan.comparison import Comparison, PlanFigures
 
 
 class _Column(NamedTuple):
@@ -53,7 +54,7 @@ _COLUMNS = (
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Means over the micro-batches, and the worst under `worst`; None where there is no source."""
+    """Means over the micro-batches, and the worst under `worst`; None where there is none."""
 
     def figures(of: Callable[[str, str], float | None], strategy: str) -> dict[str, float | None]:
         values = {column: of(strategy, column.figure) for column in _COLUMNS}
@@ -63,8 +64,9 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "cp_size": comparison.cp_size,
         "chunks_per_rank": comparison.chunks_per_rank,
         "windows": list(comparison.windows),
-        "context_lengths": [batch.context_length for batch in comparison.batches],
-        "blocks": [_blocks(batch) for batch in comparison.batches],
+        "tiles": comparison.tiles,
+        "context_lengths": comparison.context_lengths,
+        "blocks": comparison.blocks,
         "sources": comparison.sources,
         "strategies": {
             strategy: figures(comparison.mean, strategy)
@@ -76,18 +78,19 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 def print_comparison(comparison: Comparison) -> None:
     """The same as a table."""
-    several = len(comparison.batches) > 1
-    rows = sorted({batch.context_length for batch in comparison.batches})
-    blocks = sorted({_blocks(batch) for batch in comparison.batches})
-    size = comparison.batches[0].layout.block_size
+    several = len(comparison.blocks) > 1
+    rows, blocks = sorted(set(comparison.context_lengths)), sorted(set(comparison.blocks))
+    size = next(iter(comparison.plans.values())).block_size
     title = (
         f"{_span(rows)} context rows, {_span(blocks)} blocks of {size}, {comparison.cp_size} ranks"
     )
     if comparison.windows != (None,):
         windows = ", ".join(str(window or "none") for window in comparison.windows)
         title += f"\nwork summed over layers with windows {windows}"
+    if comparison.tiles:
+        title += "\nchunks cut and priced by kernel tiles"
     if several:
-        title += f"\nmeans of {len(comparison.batches)} micro-batches, the worst in brackets"
+        title += f"\nmeans of {len(comparison.blocks)} micro-batches, the worst in brackets"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("\nstrategy", no_wrap=True)
     shown = [column for column in _COLUMNS if not column.only_json]
@@ -103,6 +106,12 @@ def print_comparison(comparison: Comparison) -> None:
         f"       before, the rows were {', '.join(sorted(set(comparison.sources)))}\n"
         "query: most queries that a rank is sent, if each goes only where keys are that it sees"
     )
+    if any(f.tile_imbalance is None or f.queries is None for f in _every(comparison)):
+        print("-: ranks times blocks are too many to count that through")
+
+
+def _every(comparison: Comparison) -> Iterator[PlanFigures]:
+    return chain.from_iterable(comparison.figures.values())
 
 
 def _cell(comparison: Comparison, strategy: str, column: _Column, several: bool) -> str:
@@ -114,10 +123,6 @@ def _cell(comparison: Comparison, strategy: str, column: _Column, several: bool)
     if several and column.with_worst:
         text += f"\n({column.show(column.factor * worst)})"
     return text
-
-
-def _blocks(batch: Any) -> int:
-    return int(batch.layout.block_keep_mask.sum())
 
 
 def _span(values: list[int]) -> str:

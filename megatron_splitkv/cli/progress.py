@@ -29,7 +29,24 @@ def stage_bars(*, quiet: bool = False) -> "Iterator[Stages]":
     """
     from megatron_splitkv.data.prepare import Stages
 
-    bars = Progress(
+    with _bars(quiet) as bars:
+        yield Stages(lambda name: _watch(bars, name))
+
+
+@contextmanager
+def progress_bar(name: str, *, quiet: bool = False) -> "Iterator[StageProgress]":
+    """One progress bar, for commands that do without torch.
+
+    Args:
+        name: of what is done.
+        quiet: show nothing.
+    """
+    with _bars(quiet) as bars:
+        yield _watch(bars, name)
+
+
+def _bars(quiet: bool) -> Progress:
+    return Progress(
         TextColumn("{task.description:<20}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -39,9 +56,7 @@ def stage_bars(*, quiet: bool = False) -> "Iterator[Stages]":
         disable=quiet,
     )
 
-    def watch(name: str) -> "StageProgress":
-        task = bars.add_task(name, total=None)
-        return lambda done, total: bars.update(task, completed=done, total=total)
 
-    with bars:
-        yield Stages(watch)
+def _watch(bars: Progress, name: str) -> "StageProgress":
+    task = bars.add_task(name, total=None)
+    return lambda done, total: bars.update(task, completed=done, total=total)

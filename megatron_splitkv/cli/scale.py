@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "all (default)",
     )
     parser.add_argument(
-        "--model",
+        "--drafter",
         default="all",
         metavar="NAME",
         help="qwen3.5-35b-a3b, qwen3.5-27b, or all (default): the paper's drafters",
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
     setting = require_choice("--setting", args.setting, (*_SETTINGS, "all"))
-    model = require_choice("--model", args.model, (*MODELS, "all"))
+    model = require_choice("--drafter", args.drafter, (*MODELS, "all"))
     machines = paper_machines()
     if args.links:
         links = links_from(args.links)

@@ -16,13 +16,13 @@ from megatron_splitkv.comm.hops import (
     launch_shift,
 )
 from megatron_splitkv.comm.meter import Collective, CommMeter, mark
-from megatron_splitkv.comm.row_exchange import PendingSum, Routes, RowExchange
-from megatron_splitkv.comm.topology import NodeTopology, node_topology, split_by_node
+from megatron_splitkv.comm.pending_sum import PendingSum
+from megatron_splitkv.comm.row_exchange import Routes, RowExchange
+from megatron_splitkv.comm.topology import ranks_on_node
 
 __all__ = [
     "Collective",
     "CommMeter",
-    "NodeTopology",
     "Pending",
     "PendingSum",
     "Routes",
@@ -38,6 +38,5 @@ __all__ = [
     "launch_reduce_sum",
     "launch_shift",
     "mark",
-    "node_topology",
-    "split_by_node",
+    "ranks_on_node",
 ]

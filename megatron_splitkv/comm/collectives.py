@@ -93,7 +93,7 @@ def launch_all_to_all(
     label: str,
     sent_rows: Sequence[int] | None = None,
     received_rows: Sequence[int] | None = None,
-    op: str = "all_to_all",
+    op: str = "all_to_all_v",
 ) -> Pending:
     """Begin to send each rank its part of the rows.
 
@@ -103,7 +103,7 @@ def launch_all_to_all(
         label: name of the tensor for the meter.
         sent_rows: how many of `x` each rank gets; equal parts if None.
         received_rows: how many rows come from each rank; None with `sent_rows`.
-        op: what the meter calls equal parts: the level of the machine on which they travel.
+        op: what the meter calls it, if parts are given: it may be one level of a machine.
 
     Returns:
         What the ranks sent here, in rank order; `x` itself for a group of one.
@@ -118,14 +118,14 @@ def launch_all_to_all(
     if sent_rows is None or received_rows is None:
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        record(op, label, sent.numel(), x.dtype, size)
+        record("all_to_all", label, sent.numel(), x.dtype, size)
     else:
         received = x.new_empty((sum(received_rows), *x.shape[1:]))
         work = dist.all_to_all_single(
             received, sent, list(received_rows), list(sent_rows), group=group, async_op=True
         )
         to_others = sum(sent_rows) - sent_rows[rank]
-        record("all_to_all_v", label, to_others * x[:1].numel(), x.dtype, size)
+        record(op, label, to_others * x[:1].numel(), x.dtype, size)
     mark("launch", label)
     return Pending(received, label, work, sent)
 

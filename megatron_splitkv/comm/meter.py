@@ -107,9 +107,9 @@ _SENT: dict[str, Callable[[int, int], float]] = {
     "all_gather": lambda n, p: n * (p - 1) / p,
     "all_gather_v": lambda n, p: float(n),
     "all_to_all": lambda n, p: n * (p - 1) / p,
-    "all_to_all_inside": lambda n, p: n * (p - 1) / p,
-    "all_to_all_between": lambda n, p: n * (p - 1) / p,
     "all_to_all_v": lambda n, p: float(n),
+    "all_to_all_inside": lambda n, p: float(n),
+    "all_to_all_between": lambda n, p: float(n),
     "all_reduce_max": lambda n, p: 2 * n * (p - 1) / p,
     "all_reduce_sum": lambda n, p: 2 * n * (p - 1) / p,
     "broadcast": lambda n, p: n * (p - 1) / p,
@@ -125,9 +125,9 @@ def record(op: str, label: str, numel: int, dtype: torch.dtype, group_size: int)
         op: one of the ops of `Collective`.
         label: which tensor moved.
         numel: elements of the whole buffer: gathered, exchanged, broadcast or reduced; of a shift
-            and of the uneven ops those for other ranks.
+            and of the uneven ops and levels those for other ranks.
         dtype: dtype on the wire.
-        group_size: P, or ranks of the level.
+        group_size: P.
     """
     if _ENTERED:
         collective = Collective(op, label, _SENT[op](numel, group_size), dtype)

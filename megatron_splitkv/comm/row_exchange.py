@@ -27,7 +27,7 @@ from megatron_splitkv.comm.collectives import (
     launch_all_to_all,
     launch_gather_rows,
 )
-from megatron_splitkv.comm.topology import NodeTopology
+from megatron_splitkv.comm.pending_sum import PendingSum
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,29 +61,35 @@ class RowExchange:
         group: the ranks; None for one process.
         own_rows: R.
         routes: None if every rank attends all rows.
-        topology: of the group, for two-level returns; None for one level. Without routes only.
+        node_ranks: g, neighbours of the group on each node, for two-level returns; 1 for one level.
+            With routes there is one level only.
     """
-
-    _RETURN = "all_to_all"  # what the meter calls it
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         own_rows: int,
         routes: Routes | None = None,
-        topology: NodeTopology | None = None,
+        node_ranks: int = 1,
     ) -> None:
         self.group = group
         self.own_rows = own_rows
         self.routes = None if group_size(group) == 1 else routes
         self._two_levels: tuple[RowExchange, ...] = ()
-        if topology is not None and routes is None:
-            self._two_levels = (_InsideNode(topology, own_rows), _BetweenNodes(topology, own_rows))
+        if 1 < node_ranks < group_size(group) and routes is None:
+            self._two_levels = (
+                _InsideNode(group, own_rows, node_ranks),
+                _BetweenNodes(group, own_rows, node_ranks),
+            )
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank: casts and returns then give back what they got."""
         return group_size(self.group) == 1
+
+    @property
+    def _senders(self) -> int:
+        return group_size(self.group)
 
     @property
     def attended_rows(self) -> int:
@@ -151,7 +157,7 @@ class RowExchange:
             ``[A, ...]`` -> contributions ``[C, ...]``.
         """
         if self.routes is None:
-            return launch_all_to_all(attended, self.group, label=label, op=self._RETURN)
+            return launch_all_to_all(attended, self.group, label=label)
         return launch_all_to_all(
             attended,
             self.group,
@@ -187,7 +193,7 @@ class RowExchange:
         if self.routes is None:
             if self.alone:
                 return contributions.to(dtype)
-            shards = contributions.unflatten(0, (group_size(self.group), self.own_rows))
+            shards = contributions.unflatten(0, (self._senders, self.own_rows))
             return shards.sum(dim=0, dtype=dtype)
         total = contributions.new_zeros((self.own_rows, *contributions.shape[1:]), dtype=dtype)
         for rows, part in self.parts(contributions):
@@ -204,7 +210,7 @@ class RowExchange:
         label: str,
         wire_dtype: torch.dtype,
         dtype: torch.dtype,
-    ) -> "PendingSum":
+    ) -> PendingSum:
         """Begin to add up, at the owner of each row, what all ranks contribute to it.
 
         Args:
@@ -230,109 +236,58 @@ class RowExchange:
         return self.launch_cast(own, label=f"{label}_total").wait()
 
 
-class _InsideNode(RowExchange):
+class _Level(RowExchange):
+    """Returns between some ranks of the group; the other ranks do the same among themselves.
+
+    Uneven parts, most of them empty, over the one group: no further groups are needed, and what is
+    empty is not sent.
+
+    Args:
+        group: the ranks.
+        own_rows: of this level.
+        peers: with whom this rank exchanges, itself included.
+        op: what the meter calls it.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, own_rows: int, peers: range, op: str
+    ) -> None:
+        super().__init__(group, own_rows)
+        self._peers, self._op = peers, op
+        self._rows = [own_rows * (rank in peers) for rank in range(group_size(group))]
+
+    @property
+    def _senders(self) -> int:
+        return len(self._peers)
+
+    def launch_return(self, attended: torch.Tensor, *, label: str) -> Pending:
+        """See `RowExchange.launch_return`."""
+        rows = self._rows
+        return launch_all_to_all(
+            attended, self.group, label=label, sent_rows=rows, received_rows=rows, op=self._op
+        )
+
+
+class _InsideNode(_Level):
     """First level: own rows are those of all ranks with this one's place on a node, by node."""
 
-    _RETURN = "all_to_all_inside"
-
-    def __init__(self, topology: NodeTopology, own_rows: int) -> None:
-        self._nodes = group_size(topology.peer_group)
-        super().__init__(topology.node_group, self._nodes * own_rows)
+    def __init__(self, group: dist.ProcessGroup | None, own_rows: int, node_ranks: int) -> None:
+        self._nodes = group_size(group) // node_ranks
+        first = group_rank(group) // node_ranks * node_ranks
+        peers = range(first, first + node_ranks)
+        super().__init__(group, self._nodes * own_rows, peers, "all_to_all_inside")
 
     def packed(self, attended: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Rows by the place of their owners, then by node; they come by node, then by place."""
-        shape = (self._nodes, group_size(self.group), self.own_rows // self._nodes)
+        shape = (self._nodes, len(self._peers), self.own_rows // self._nodes)
         by_place = attended.unflatten(0, shape).transpose(0, 1)
         order = by_place.to(dtype or attended.dtype, memory_format=torch.contiguous_format)
         return order.contiguous().flatten(0, 2)
 
 
-class _BetweenNodes(RowExchange):
-    """Second level: each node's sums go to the owners of their rows."""
+class _BetweenNodes(_Level):
+    """Second level: each node's sums go to the owners of their rows, by ranks of one place."""
 
-    _RETURN = "all_to_all_between"
-
-    def __init__(self, topology: NodeTopology, own_rows: int) -> None:
-        super().__init__(topology.peer_group, own_rows)
-
-
-class PendingSum:
-    """A launched sum of contributions; `wait` is `Pending`'s.
-
-    Of two levels the second can only send what the first has brought. On a GPU that wait, the sum
-    and the second level are enqueued at once on a stream of their own, so both levels travel behind
-    what the caller computes; the host waits for nothing. On a CPU the second begins in `wait`.
-
-    Args:
-        levels: of the exchange.
-        attended: see `RowExchange.launch_sum`, as the arguments after it.
-        label: name of the rows.
-        wire_dtype: dtype on the way.
-        dtype: dtype of sums.
-    """
-
-    def __init__(
-        self,
-        levels: tuple[RowExchange, ...],
-        attended: torch.Tensor,
-        label: str,
-        wire_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> None:
-        self._levels, self._label = levels, label
-        self._wire_dtype, self._dtype = wire_dtype, dtype
-        self._total: torch.Tensor | None = None
-        self._pending: Pending | None = None
-        self._done: torch.cuda.Event | None = None
-        if not levels:
-            self._total = attended.to(dtype)
-            return
-        self._pending = self._launch(levels[0], attended)
-        side = _side_stream(attended.device) if len(levels) > 1 else None
-        if side is not None:
-            self._run_on(side)
-
-    def wait(self) -> torch.Tensor:
-        """The sums of this rank's own rows; on a GPU the current stream waits, not the host."""
-        total = self._finish()
-        if self._done is not None:
-            stream = torch.cuda.current_stream(total.device)
-            stream.wait_event(self._done)
-            total.record_stream(stream)
-            self._done = None
-        return total
-
-    def _launch(self, level: RowExchange, rows: torch.Tensor) -> Pending:
-        return level.launch_return(level.packed(rows, self._wire_dtype), label=self._label)
-
-    def _finish(self) -> torch.Tensor:
-        if self._total is None:
-            first, *others = self._levels
-            assert self._pending is not None
-            total, self._pending = first.sum(self._pending.wait(), self._dtype), None
-            for level in others:
-                total = level.sum(self._launch(level, total).wait(), self._dtype)
-            self._total = total
-        return self._total
-
-    def _run_on(self, side: torch.cuda.Stream) -> None:
-        assert self._pending is not None
-        # The allocator must not hand these out again before the side stream is done with them.
-        for tensor in (self._pending.sent, self._pending.result):
-            if tensor is not None:
-                tensor.record_stream(side)
-        with torch.cuda.stream(side):
-            self._finish()
-        self._done = side.record_event()
-
-
-_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream on which second levels are enqueued; None where nothing is enqueued."""
-    if device.type != "cuda":
-        return None
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
-    return _SIDE_STREAMS[device]
+    def __init__(self, group: dist.ProcessGroup | None, own_rows: int, node_ranks: int) -> None:
+        peers = range(group_rank(group) % node_ranks, group_size(group), node_ranks)
+        super().__init__(group, own_rows, peers, "all_to_all_between")

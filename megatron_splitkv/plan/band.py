@@ -33,17 +33,22 @@ from megatron_splitkv.plan.staircase import (
 # and corners that are nothing beside a long prefix would be half of it. A row is in at most two.
 _WASTE_SHARE = 0.04
 
+_MOST_WINDOW = 1 << 62
+
 
 def check_window(window: int | None) -> None:
-    """Refuse windows that hide a query from itself.
+    """Refuse windows that hide a query from itself, or that int64 cannot reckon with.
 
     Raises:
-        ConfigError: the window is less than 1.
+        ConfigError: the window is no int, less than 1 or more than 2**62.
     """
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is None:
+        return
+    is_int = isinstance(window, int | np.integer) and not isinstance(window, bool)
+    if not is_int or not 1 <= window <= _MOST_WINDOW:
         raise ConfigError(
-            f"window {window} must be at least 1, a query's own position, and an int; None attends "
-            "everything"
+            f"window {window} must be at least 1, a query's own position, and an int of at most "
+            "2**62; None attends everything"
         )
 
 

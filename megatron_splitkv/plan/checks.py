@@ -3,10 +3,34 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.band import check_window
+
+
+def check_int(name: str, value: object, least: int) -> int:
+    """`value` as a Python int; numpy's integers are accepted, bools are not.
+
+    Raises:
+        ConfigError: it is no integer, or less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigError(f"{name} {value!r} must be at least {least}, and an int")
+    return int(value)
+
+
+def int_vector(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """`values` as int64; shapes are the caller's matter.
+
+    Raises:
+        ConfigError: they are no integers: what follows the point would get lost.
+    """
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise ConfigError(f"{name} must hold integers, not {array.dtype}")
+    return array.astype(np.int64, copy=False)
 
 
 def check_layout(layout: BlockLayout, context_length: int) -> None:
@@ -58,4 +82,4 @@ def check_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
         )
     for window in windows:
         check_window(window)
-    return tuple(windows)
+    return tuple(None if window is None else int(window) for window in windows)

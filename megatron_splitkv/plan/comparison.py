@@ -1,7 +1,7 @@
 """Strategies side by side on the same micro-batches: balance, memory, movement, planning time."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.context_plan import ContextPlan
-from megatron_splitkv.plan.planner import build_plan
+from megatron_splitkv.plan.planner import build_plan, fitting_chunks
 from megatron_splitkv.plan.redistribution import rows_moved
 from megatron_splitkv.plan.row_source import RowSource
 from megatron_splitkv.plan.tiles import tile_imbalance
@@ -19,6 +19,10 @@ from megatron_splitkv.plan.tiles import tile_imbalance
 Windows = tuple[int | None, ...]
 # A planner is timed over so many runs, fewer where they take longer than this together.
 _RUNS, _SECONDS = 15, 1.5
+HYPERGRAPH_RANKS = 64
+"""Up to here a plan of `hypergraph` takes about a second; of more ranks it takes minutes."""
+# Figures that go through every rank's share of all blocks are left out of plans of more than this.
+_MOST_COUNTED = 1 << 26
 SOURCES = ("zigzag", "contiguous", "none")
 NO_SOURCE = "on no rank: each reads its own"
 
@@ -50,11 +54,13 @@ class PlanFigures:
 
     Args:
         imbalance: of query-key pairs, max / mean - 1 over the ranks.
-        tile_imbalance: the same, of the pairs in all kernel tiles that a rank computes.
+        tile_imbalance: the same, of the pairs in all kernel tiles that a rank computes; None where
+            ranks times draft rows are too many to count.
         most_work: query-key pairs of the busiest rank, a mean over the layers.
         most_rows: context rows of the rank that has most.
         queries: share of all draft blocks that the rank with most of them attends if queries go
-            only where keys are that they see; a mean over the layers.
+            only where keys are that they see; a mean over the layers. None where ranks times
+            chunks and blocks are too many to count.
         queries_matched: the same after bundles were matched to ranks, which may take a document's
             keys away from the ranks that own its blocks; None without a source.
         rows_moved: share of the context rows that leave the rank where they were, bundles given to
@@ -64,10 +70,10 @@ class PlanFigures:
     """
 
     imbalance: float
-    tile_imbalance: float
+    tile_imbalance: float | None
     most_work: float
     most_rows: int
-    queries: float
+    queries: float | None
     queries_matched: float | None
     rows_moved: float | None
     rows_moved_matched: float | None
@@ -79,19 +85,23 @@ class Comparison:
     """Figures of every strategy on every micro-batch, and the plans of the first.
 
     Args:
-        batches: the micro-batches.
         cp_size: P.
         chunks_per_rank: J as it was asked for.
         windows: of the layers.
+        tiles: whether chunks were priced by kernel tiles.
+        context_lengths: S of every micro-batch.
+        blocks: N of every micro-batch, without padding.
         sources: where the rows of every micro-batch were before, in words.
         figures: by strategy, one a micro-batch.
         plans: of the first micro-batch, by strategy, before matching.
     """
 
-    batches: Sequence[MicroBatch]
     cp_size: int
     chunks_per_rank: int | None
     windows: Windows
+    tiles: bool = False
+    context_lengths: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     figures: dict[str, list[PlanFigures]] = field(default_factory=dict)
     plans: dict[str, ContextPlan] = field(default_factory=dict)
@@ -112,38 +122,47 @@ class Comparison:
 
 
 def compare_strategies(
-    batches: Sequence[MicroBatch],
+    batches: Iterable[MicroBatch],
     cp_size: int,
     strategies: Sequence[str],
     *,
     chunks_per_rank: int | None = None,
     windows: Windows = (None,),
+    tiles: bool = False,
     source: str = "zigzag",
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    one_more: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Plan every micro-batch under every strategy.
 
     Args:
-        batches: what to plan.
+        batches: what to plan; one after the other is asked for.
         cp_size: P.
         strategies: names for `build_plan`.
-        chunks_per_rank: as there.
+        chunks_per_rank: as there, or as many as a shorter micro-batch allows, as in training.
         windows: as there.
+        tiles: as there.
         source: one of `SOURCES`, see `find_source`.
-        progress: called with (micro-batches done, micro-batches in all).
+        one_more: called twice a micro-batch and strategy: when it has planned, and when its plan
+            has been counted through.
 
     Raises:
         ConfigError: what `build_plan` and `find_source` refuse.
     """
     if cp_size < 1:
         raise ConfigError(f"cp_size {cp_size} must be at least 1")
-    result = Comparison(batches, cp_size, chunks_per_rank, windows)
-    options: dict[str, Any] = {"chunks_per_rank": chunks_per_rank, "windows": windows}
-    for done, batch in enumerate(batches):
+    result = Comparison(cp_size, chunks_per_rank, windows, tiles)
+    for batch in batches:
         where, rows_from = find_source(batch, cp_size, source)
+        result.context_lengths.append(batch.context_length)
+        result.blocks.append(int(batch.layout.block_keep_mask.sum()))
         result.sources.append(where)
         workload = (batch.layout, batch.context_length, cp_size)
-        timed = time_strategies(*workload, strategies, **options)
+        options: dict[str, Any] = {
+            "chunks_per_rank": fitting_chunks(chunks_per_rank, batch.context_length, cp_size),
+            "windows": windows,
+            "tiles": tiles,
+        }
+        timed = time_strategies(*workload, strategies, one_more=one_more, **options)
         for strategy, (plan, seconds) in timed.items():
             matched = plan
             if rows_from is not None:
@@ -151,7 +170,7 @@ def compare_strategies(
             figures = _figures(plan, matched, rows_from, float(np.median(seconds)))
             result.figures.setdefault(strategy, []).append(figures)
             result.plans.setdefault(strategy, plan)
-        progress(done + 1, len(batches))
+            one_more()
     return result
 
 
@@ -160,6 +179,8 @@ def time_strategies(
     context_length: int,
     cp_size: int,
     strategies: Sequence[str],
+    *,
+    one_more: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> dict[str, tuple[ContextPlan, list[float]]]:
     """Plan with each strategy several times, after an untimed one.
@@ -172,6 +193,7 @@ def time_strategies(
         context_length: S.
         cp_size: P.
         strategies: names for `build_plan`.
+        one_more: called when a strategy has made its untimed plan.
         **options: of `build_plan`.
 
     Returns:
@@ -181,7 +203,10 @@ def time_strategies(
     def once(strategy: str) -> tuple[ContextPlan, float]:
         return timed_plan(layout, context_length, cp_size, strategy, **options)
 
-    first = {strategy: once(strategy) for strategy in strategies}
+    first = {}
+    for strategy in strategies:
+        first[strategy] = once(strategy)
+        one_more()
     seconds: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for run in range(_RUNS):
         for strategy, (_, untimed) in first.items():
@@ -232,11 +257,14 @@ def _figures(
     def moved(of: ContextPlan) -> float | None:
         return None if source is None else rows_moved(of, source) / max(1, of.context_length)
 
+    rows = np.zeros(plan.cp_size, dtype=np.int64)
+    np.add.at(rows, plan.chunk_owner, np.diff(plan.chunk_bounds))
+    draft_rows = plan.cp_size * plan.num_blocks * plan.block_size
     return PlanFigures(
         imbalance=plan.imbalance,
-        tile_imbalance=tile_imbalance(plan),
+        tile_imbalance=tile_imbalance(plan) if draft_rows <= _MOST_COUNTED else None,
         most_work=int(plan.work.max()) / len(plan.windows),
-        most_rows=max(plan.num_rows(rank) for rank in range(plan.cp_size)),
+        most_rows=int(rows.max()),
         queries=_attended_share(plan),
         queries_matched=None if source is None else _attended_share(matched),
         rows_moved=moved(plan),
@@ -245,8 +273,10 @@ def _figures(
     )
 
 
-def _attended_share(plan: ContextPlan) -> float:
+def _attended_share(plan: ContextPlan) -> float | None:
     """Blocks that the rank with most of them attends, its own included, over all blocks."""
+    if plan.cp_size * (plan.chunk_owner.size + plan.num_blocks) > _MOST_COUNTED:
+        return None
     if plan.num_blocks == 0:
         return 0.0
     owner = np.arange(plan.num_blocks) // (plan.num_blocks // plan.cp_size)

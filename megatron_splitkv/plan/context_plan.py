@@ -7,7 +7,7 @@ no more than its chunks and blocks.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.attention_plan import AttentionPlan
 from megatron_splitkv.plan.band import build_band_staircase, check_window
-from megatron_splitkv.plan.checks import check_layout, check_windows
+from megatron_splitkv.plan.checks import check_layout, check_windows, int_vector
 from megatron_splitkv.plan.own_blocks import own_block_staircase
 from megatron_splitkv.plan.pricing import (
     FULL_ATTENTION,
@@ -45,9 +45,10 @@ class ContextPlan(AttentionPlan):
         strategy: how the owners were found.
         windows: attention windows of the layers whose work is counted, one entry each; None is
             full attention. The plan serves layers of any window.
+        chunk_prices: `chunk_work` for who has computed it; no field, so `replace` forgets it.
 
     Shape:
-        chunk_bounds int64[C + 1]; chunk_owner int64[C].
+        chunk_bounds int64[C + 1]; chunk_owner, chunk_prices int64[C].
     """
 
     layout: BlockLayout
@@ -56,10 +57,13 @@ class ContextPlan(AttentionPlan):
     cp_size: int
     strategy: str
     windows: tuple[int | None, ...] = FULL_ATTENTION
+    chunk_prices: InitVar[NDArray[np.int64] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, chunk_prices: NDArray[np.int64] | None) -> None:
         for name in ("chunk_bounds", "chunk_owner"):
-            object.__setattr__(self, name, np.array(getattr(self, name), dtype=np.int64))
+            object.__setattr__(self, name, int_vector(name, getattr(self, name)).copy())
+        if chunk_prices is not None:
+            object.__setattr__(self, "chunk_work", chunk_prices)  # fills the cached property
         bounds, owner = self.chunk_bounds, self.chunk_owner
         if bounds.size != owner.size + 1 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
             raise ConfigError(

@@ -69,7 +69,7 @@ class Documents:
         Args:
             document: which one.
             end: of the range, at most the document's.
-            work: most work.
+            work: most work, not negative.
             blocks: most blocks that see a row of the range.
             rows: most rows.
 
@@ -87,13 +87,13 @@ class Documents:
         least = until - work  # what must lie before the range
         if self._price_before(document, start) >= least:
             return start, until - self._price_before(document, start)
-        # Between two anchors every row costs the same: find the two, then the row.
+        # Between two anchors every row costs the same: find the two, then the row. As `least` lies
+        # between the prices at `start` and `end`, so does the row, and the two prices differ.
         i = bisect_left(lists.work_before, least, first, after)
         left, left_price = self._point_before(document, i)
         right, right_price = lists.anchors[i], lists.work_before[i]
         needed = (least - left_price) * (right - left)
-        start = max(start, left - -needed // max(1, right_price - left_price))
-        start = min(start, end)
+        start = max(start, left - -needed // (right_price - left_price))
         return start, until - self._price_before(document, start)
 
     def seen_by(self, document: int, row: int) -> int:
@@ -120,6 +120,30 @@ class Documents:
             return lists.anchors[i - 1], lists.work_before[i - 1]
         last = lists.first_block[document + 1] - 1
         return lists.start[document], lists.work_before[last] - lists.work[document]
+
+    def first_rows(
+        self, chunk_bounds: NDArray[np.int64], chunk_owner: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first row of every document on every rank that holds a row of it which is seen.
+
+        Args:
+            chunk_bounds: ascending packed positions from 0 to the context length.
+            chunk_owner: the rank of every chunk.
+
+        Returns:
+            (rank * D + document, row), by rank and document.
+
+        Shape:
+            chunk_bounds int64[C + 1], chunk_owner int64[C] -> int64[k], int64[k].
+        """
+        start = np.union1d(chunk_bounds, self.start)[:-1]  # of pieces of one chunk and document
+        document = np.searchsorted(self.start, start, side="right") - 1
+        seen = start < np.append(self.end, 0)[document]
+        start, document = start[seen], document[seen]
+        # Of chunks that begin at one row the last one holds it: those before are empty.
+        rank = chunk_owner[np.searchsorted(chunk_bounds, start, side="right") - 1]
+        place, first = np.unique(rank * self.start.size + document, return_index=True)
+        return place, start[first]
 
     @cached_property
     def _lists(self) -> "_Lists":

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -97,8 +98,27 @@ def picture_format(path: str | os.PathLike[str]) -> str:
     """
     ending = Path(path).suffix.lower().removeprefix(".")
     if ending not in _FORMATS:
-        raise ConfigError(f"{os.fspath(path)}: pictures are written as .png or .svg")
+        raise ConfigError(f"{os.fspath(path) or 'no name'}: pictures are written as .png or .svg")
     return ending
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that could not be written, before the work.
+
+    Args:
+        path: see `draw_plans`.
+
+    Raises:
+        ConfigError: its ending, or it is a folder, or its own folder is missing or read-only.
+    """
+    picture_format(path)
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise ConfigError(f"{os.fspath(path)} is a folder; name a picture in it")
+    if not folder.is_dir():
+        raise ConfigError(f"{os.fspath(path)}: its folder does not exist")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{os.fspath(path)}: its folder may not be written to")
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
@@ -167,16 +187,15 @@ def _draw_owners(axes: Axes, plan: ContextPlan) -> None:
 
 def _draw_work(axes: Axes, plan: ContextPlan, longest: float) -> None:
     """Work of every rank against contexts and own blocks, and the wait for the busiest rank."""
-    ranks, percent = np.arange(plan.cp_size), 100 * _relative(plan)
+    percent = 100 * _relative(plan)
     own = 100 * _relative(plan, plan.work - plan.context_work)
-    axes.barh(ranks, percent - own, height=1.0, color=_WORK)
-    axes.barh(ranks, own, left=percent - own, height=1.0, color=_OWN_BLOCKS)
-    busiest = float(percent.max(initial=0))
-    axes.barh(
-        ranks,
-        busiest - percent,
-        left=percent,
-        height=1.0,
+    busiest = np.full_like(percent, percent.max(initial=0))
+    _draw_bars(axes, np.zeros_like(percent), percent - own, color=_WORK)
+    _draw_bars(axes, percent - own, percent, color=_OWN_BLOCKS)
+    _draw_bars(
+        axes,
+        percent,
+        busiest,
         facecolor="#fbe3d6",
         edgecolor=_WAITING,
         hatch="////" if plan.cp_size <= 16 else None,
@@ -186,10 +205,18 @@ def _draw_work(axes: Axes, plan: ContextPlan, longest: float) -> None:
     axes.set_xlim(0, 104 * longest)
     _rank_axis(axes, plan)
     if plan.cp_size <= 16:
-        for rank in ranks[:-1]:
+        for rank in range(plan.cp_size - 1):
             axes.axhline(rank + 0.5, color="white", linewidth=1.0)
-    waiting = 100 * (1 - 100 / busiest) if busiest else 0.0
+    waiting = 100 * (1 - 100 / float(busiest[0])) if busiest[0] else 0.0
     axes.set_title(f"ranks wait {waiting:.3g} % of the time", fontsize=12, loc="left")
+
+
+def _draw_bars(
+    axes: Axes, left: NDArray[np.float64], right: NDArray[np.float64], **style: Any
+) -> None:
+    """A horizontal bar a rank, one above the other, in a single artist."""
+    edges = np.arange(left.size + 1) - 0.5
+    axes.stairs(right, edges, baseline=left, orientation="horizontal", fill=True, **style)
 
 
 def _draw_key(figure: Figure, place: SubplotSpec) -> None:

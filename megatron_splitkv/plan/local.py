@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.balanced import assign_balanced
+from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.documents import Documents
 from megatron_splitkv.plan.locality import match_ranks
-from megatron_splitkv.plan.pricing import FULL_ATTENTION, price_chunks, price_own_blocks
+from megatron_splitkv.plan.pricing import price_chunks
 from megatron_splitkv.plan.rank_groups import RankGroups, possible_groups
 from megatron_splitkv.plan.row_source import RowSource
-from megatron_splitkv.plan.strategies import equal_chunks
 from megatron_splitkv.plan.tails import Pieces, TakingLimits, even_pieces
 
 # Most work of a rank, in thousandths of an even share (or what `balanced` reaches, if that is
@@ -41,11 +41,8 @@ _TAIL_BLOCKS = 5
 
 
 def local_chunks(
-    layout: BlockLayout,
-    context_length: int,
-    cp_size: int,
+    balanced: ContextPlan,
     chunks_per_rank: int,
-    windows: Sequence[int | None] = FULL_ATTENTION,
     source: RowSource | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cut and assign the context such that the busiest rank attends as few blocks as it may.
@@ -53,14 +50,12 @@ def local_chunks(
     Of several ways to group documents and ranks, the one is taken under which the fewest blocks
     see a rank's rows or belong to it, while no rank has more than 1.015 times an even share of the
     work (or what the busiest rank of `balanced` has), nor more than 1.5 times an even share of the
-    rows (and J). One group is `balanced` itself. Deterministic.
+    rows (and J). One group is `balanced` itself, which is kept unless another way needs fewer.
+    Deterministic.
 
     Args:
-        layout: the blocks, a multiple of `cp_size` of them.
-        context_length: S.
-        cp_size: P.
+        balanced: the plan of `balanced`, of pairs.
         chunks_per_rank: J.
-        windows: of the layers whose work is balanced, one entry each.
         source: where the rows are; bundles then go to the ranks of their group that hold most of
             them. Elsewhere a bundle would part from the blocks that see it.
 
@@ -71,18 +66,16 @@ def local_chunks(
     Shape:
         -> int64[C + 1], int64[C].
     """
-    own_work = price_own_blocks(layout, cp_size, windows)
-    bounds = equal_chunks(context_length, cp_size * chunks_per_rank)
-    chunk_work = price_chunks(layout, bounds, windows)
-    owner = assign_balanced(chunk_work, own_work, chunks_per_rank)
-    load = own_work.copy()
-    np.add.at(load, owner, chunk_work)
-    most_work = max(int(load.max()), int(load.sum()) * _WORK_BOUND // (1000 * cp_size))
+    layout, context_length, cp_size = balanced.layout, balanced.context_length, balanced.cp_size
+    bounds, owner, windows = balanced.chunk_bounds, balanced.chunk_owner, balanced.windows
+    own_work = balanced.work - balanced.context_work
+    even_work = int(balanced.work.sum()) * _WORK_BOUND // (1000 * cp_size)
+    most_work = max(int(balanced.work.max()), even_work)
     most_rows = -(-context_length // cp_size) * _ROWS_BOUND // 100
 
     documents = Documents.of(layout, windows)
     all_ranks = RankGroups(np.zeros_like(documents.work), np.array([cp_size]))
-    least, best = _attended(documents, all_ranks, np.array([documents.anchors.size])), all_ranks
+    least, best = most_attended(layout, documents, bounds, owner, cp_size), all_ranks
     for groups in _by_blocks(documents, cp_size):
         if groups.sums(documents.blocks).max() >= least:
             break
@@ -136,6 +129,45 @@ def _attended(documents: Documents, groups: RankGroups, seeing: NDArray[np.int64
     home = np.append(groups.group_of, -1)[documents.of_block].reshape(groups.of_rank.size, -1)
     away = (home != groups.of_rank[:, None]).sum(axis=1)
     return int((seeing[groups.of_rank] + away).max())
+
+
+def most_attended(
+    layout: BlockLayout,
+    documents: Documents,
+    chunk_bounds: NDArray[np.int64],
+    chunk_owner: NDArray[np.int64],
+    cp_size: int,
+) -> int:
+    """Blocks that the busiest rank attends: those that see a row of it, and its own.
+
+    What `ContextPlan.needs` says under full attention, without P times as many entries as chunks
+    or blocks.
+
+    Args:
+        layout: the blocks, a multiple of `cp_size` of them.
+        documents: of the layout.
+        chunk_bounds: ascending packed positions from 0 to the context length.
+        chunk_owner: the rank of every chunk.
+        cp_size: P.
+
+    Shape:
+        chunk_bounds int64[C + 1], chunk_owner int64[C].
+    """
+    count = documents.start.size
+    place, first_row = documents.first_rows(chunk_bounds, chunk_owner)
+    last_block = documents.first_block[place % count + 1]
+    attended = np.full(cp_size, layout.num_blocks // cp_size)
+    behind = last_block - documents.anchors.searchsorted(first_row, side="right")
+    np.add.at(attended, place // count, behind)
+
+    # Of these its own were counted twice.
+    sees = np.flatnonzero(documents.of_block >= 0)
+    rank = sees * cp_size // layout.num_blocks
+    own_place = rank * count + documents.of_block[sees]
+    at = np.minimum(place.searchsorted(own_place), place.size - 1)
+    twice = (place[at] == own_place) & (first_row[at] < layout.anchor_positions[sees])
+    np.subtract.at(attended, rank[twice], 1)
+    return int(attended.max())
 
 
 def _cut_groups(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError, require_choice
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.balanced import EVEN, assign_balanced
-from megatron_splitkv.plan.checks import check_layout, check_windows
+from megatron_splitkv.plan.checks import check_int, check_layout, check_windows
 from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.cost import PlanCost, choose_plan
 from megatron_splitkv.plan.hypergraph import assign_hypergraph
@@ -56,9 +56,10 @@ def build_plan(
     128 rows of a kernel tile, of which shorter ones would waste a part.
 
     `balanced` is never less even than `lpt` or `none` with the same J, in what is priced. From
-    J = 8 on it is not behind `zigzag` either (but for 0.01 %) unless the pack has more than J / 2
-    documents, or ranks fewer than J rows; then anchors at regular distances, which make mirrored
-    chunks cost alike, may still put it behind.
+    J = 8 on it is not behind `zigzag` either (but for 0.01 %), if the pack has at most J / 2
+    documents, every rank J rows or more, and pairs are priced, not tiles. Otherwise `zigzag`, which
+    has as many chunks as it likes, may be ahead: regular anchors, windows, or documents without
+    anchors can make mirrored chunks even where J equal ones are not.
 
     A context with fewer rows than ranks is planned: some ranks then hold none.
 
@@ -113,11 +114,19 @@ def build_plan(
             for name in ("balanced", "balanced-local")
         ]
         return choose_plan(plans, cost)
-    if context_length < 0:
-        raise ConfigError(f"context_length {context_length} must not be negative")
-    if cp_size < 1:
-        raise ConfigError(f"cp_size {cp_size} must be at least 1")
+    context_length = check_int("context_length", context_length, 0)
+    cp_size = check_int("cp_size", cp_size, 1)
+    if source is not None and not isinstance(source, RowSource):
+        raise ConfigError(
+            f"source {source!r} must be a RowSource, such as RowSource.zigzag(length, cp_size)"
+        )
     chunks_per_rank = _chunks_per_rank(chunks_per_rank, context_length, cp_size)
+    if strategy == "balanced-local":
+        balanced = build_plan(
+            layout, context_length, cp_size, chunks_per_rank=chunks_per_rank, windows=windows
+        )
+        bounds, owner = local_chunks(balanced, chunks_per_rank, source)
+        return replace(balanced, chunk_bounds=bounds, chunk_owner=owner, strategy=strategy)
     windows = check_windows(windows)
     check_layout(layout, context_length)
     padded = _pad_blocks(layout, cp_size)
@@ -130,11 +139,7 @@ def build_plan(
     if strategy == "none":
         owner = assign_contiguous(num_chunks, cp_size)
     elif strategy == "zigzag":
-        bounds, owner = _zigzag(layout, context_length, cp_size)
-    elif strategy == "balanced-local":
-        bounds, owner = local_chunks(
-            padded, context_length, cp_size, chunks_per_rank, windows, source
-        )
+        bounds, owner = zigzag_chunks(_document_bounds(layout, context_length), cp_size)
     else:
         price = price_chunks_in_tiles if tiles else price_chunks
         chunk_work = price(layout, bounds, windows)
@@ -144,12 +149,11 @@ def build_plan(
             owner = assign_hypergraph(padded, bounds, chunk_work, own_work)
         else:
             owner = assign_balanced(chunk_work, own_work, chunks_per_rank)
-    plan = ContextPlan(padded, bounds, owner, cp_size, strategy, windows)
-    if chunk_work is not None and not tiles:
-        vars(plan)["chunk_work"] = chunk_work  # what the plan would compute when asked
+    prices = None if tiles else chunk_work
+    plan = ContextPlan(padded, bounds, owner, cp_size, strategy, windows, prices)
     if strategy == "balanced" and not tiles:
         plan = _or_zigzag(plan, chunks_per_rank)
-    if source is not None and strategy != "balanced-local":
+    if source is not None:
         owner = match_ranks(plan.chunk_bounds, plan.chunk_owner, own_work, source)
         plan = replace(plan, chunk_owner=owner)
     return plan
@@ -159,10 +163,15 @@ def _or_zigzag(plan: ContextPlan, chunks_per_rank: int) -> ContextPlan:
     """The plan, or the one of `zigzag` cut to as many chunks a rank where that is more even.
 
     It may be where anchors lie at even distances, and where short documents have all the work.
+    With more than J documents rank 0 would get more than J ranges (unless they are single rows),
+    so nothing is tried: 2 P chunks for each of many documents would cost more than all the rest.
     """
     if chunks_per_rank < _FINER_THAN_ZIGZAG or plan.imbalance <= EVEN:
         return plan
-    bounds, owner = _zigzag(plan.layout, plan.context_length, plan.cp_size)
+    documents = _document_bounds(plan.layout, plan.context_length)
+    if documents.size - 1 > chunks_per_rank:
+        return plan
+    bounds, owner = zigzag_chunks(documents, plan.cp_size)
     work = plan.work - plan.context_work
     np.add.at(work, owner, price_chunks(plan.layout, bounds, plan.windows))
     if work.max() >= plan.work.max():
@@ -171,11 +180,10 @@ def _or_zigzag(plan: ContextPlan, chunks_per_rank: int) -> ContextPlan:
     return plan if chunks is None else replace(plan, chunk_bounds=chunks[0], chunk_owner=chunks[1])
 
 
-def _zigzag(
-    layout: BlockLayout, context_length: int, cp_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _document_bounds(layout: BlockLayout, context_length: int) -> NDArray[np.int64]:
+    """Where documents with blocks begin, and both ends of the context."""
     ends = np.array([0, context_length], dtype=np.int64)
-    return zigzag_chunks(np.union1d(layout.document_starts, ends), cp_size)
+    return np.union1d(layout.document_starts, ends)
 
 
 def fitting_chunks(wanted: int | None, context_length: int, cp_size: int) -> int | None:
@@ -195,15 +203,14 @@ def _chunks_per_rank(wanted: int | None, context_length: int, cp_size: int) -> i
     if wanted is None:
         fitting = context_length // (cp_size * KERNEL_TILE)
         return max(1, min(_MAX_CHUNKS_PER_RANK, fitting))
-    if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer) or wanted < 1:
-        raise ConfigError(f"chunks_per_rank {wanted} must be an int of at least 1")
+    wanted = check_int("chunks_per_rank", wanted, 1)
     most = _most_chunks(context_length, cp_size)
     if wanted > most:
         raise ConfigError(
             f"chunks_per_rank {wanted} would leave chunks empty: {context_length} rows on "
             f"{cp_size} ranks allow at most {most}; leave it out to have it chosen"
         )
-    return int(wanted)
+    return wanted
 
 
 def _pad_blocks(layout: BlockLayout, multiple: int) -> BlockLayout:

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.plan.checks import check_int, int_vector
 
 
 def zigzag_positions(cu_seqlens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
@@ -28,23 +29,43 @@ def zigzag_positions(cu_seqlens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
     Source:
         `thd_partition_indices_kernel` of Transformer Engine for the order.
     """
-    bounds = document_bounds(cu_seqlens)
-    rows = np.diff(bounds)
-    if cp_size == 1:
-        return np.arange(bounds[-1])[None]
-    uneven = np.flatnonzero(rows % (2 * cp_size))
-    if uneven.size:
-        raise ConfigError(
-            f"document {uneven[0]} has {rows[uneven[0]]} rows, no multiple of {2 * cp_size} "
-            f"(2 x {cp_size} context-parallel ranks); pad it"
-        )
-    chunk = rows // (2 * cp_size)
-    rank = np.arange(cp_size)[:, None, None]
-    which = np.concatenate([rank, 2 * cp_size - 1 - rank], axis=2)  # [P, 1, 2]
-    first = (bounds[:-1, None] + which * chunk[:, None]).reshape(cp_size, -1)  # [P, 2 D]
-    length = chunk.repeat(2)
+    start, rows = mirrored_chunks(document_bounds(cu_seqlens), cp_size)
+    first, length = start.reshape(cp_size, -1), rows.repeat(start.shape[2])
     offset = np.cumsum(length) - length
     return (first - offset).repeat(length, axis=1) + np.arange(length.sum())
+
+
+def mirrored_chunks(
+    bounds: NDArray[np.int64], cp_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Chunks r and 2 P - 1 - r of every document for every rank r; for P = 1 all of it at once.
+
+    Args:
+        bounds: of the documents, checked.
+        cp_size: P.
+
+    Returns:
+        (first row of every rank's chunks, rows of each chunk of a document).
+
+    Shape:
+        bounds int64[D + 1] -> int64[P, D, 2] (int64[1, D, 1] for P = 1), int64[D].
+
+    Raises:
+        ConfigError: a document whose rows are not a multiple of 2 P.
+    """
+    parts = 2 * cp_size if check_int("cp_size", cp_size, 1) > 1 else 1
+    rows = np.diff(bounds)
+    uneven = np.flatnonzero(rows % parts)
+    if uneven.size:
+        i = int(uneven[0])
+        name = f"document {i}" if rows.size > 1 else "the sequence"
+        raise ConfigError(
+            f"{name} has {rows[i]} rows, no multiple of {parts} (2 x {cp_size} context-parallel "
+            f"ranks); pad it to {-(-rows[i] // parts) * parts}"
+        )
+    rank = np.arange(cp_size)
+    which = np.stack([rank, parts - 1 - rank], axis=1)[:, : min(parts, 2)]
+    return bounds[:-1, None] + which[:, None, :] * (rows // parts)[:, None], rows // parts
 
 
 def even_positions(num_documents: int, rows: int, cp_size: int) -> NDArray[np.int64]:
@@ -65,7 +86,7 @@ def even_positions(num_documents: int, rows: int, cp_size: int) -> NDArray[np.in
 
 def document_bounds(cu_seqlens: ArrayLike | int) -> NDArray[np.int64]:
     """Document bounds, checked; a number is one document."""
-    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    bounds = int_vector("cu_seqlens", cu_seqlens)
     if bounds.ndim == 0:
         bounds = np.array([0, bounds])
     if bounds.ndim != 1 or bounds.size < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
@@ -77,7 +98,7 @@ def document_bounds(cu_seqlens: ArrayLike | int) -> NDArray[np.int64]:
 
 def real_rows(lengths: ArrayLike, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     """Real rows of the documents, checked."""
-    real = np.asarray(lengths, dtype=np.int64)
+    real = int_vector("real rows of the documents", lengths)
     if real.shape != (bounds.size - 1,) or (real < 0).any() or (real > np.diff(bounds)).any():
         raise ConfigError(
             "the real rows of the documents must be one number for each, from 0 to the rows "

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.plan.row_positions import document_bounds, real_rows
+from megatron_splitkv.plan.checks import check_int, int_vector
+from megatron_splitkv.plan.row_positions import document_bounds, mirrored_chunks, real_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +44,12 @@ class RowSource:
 
     def __post_init__(self) -> None:
         start, end, owner = (
-            np.asarray(getattr(self, name), dtype=np.int64) for name in ("start", "end", "owner")
+            int_vector(f"{name} of a row source", getattr(self, name))
+            for name in ("start", "end", "owner")
         )
         if not start.shape == end.shape == owner.shape == (start.size,):
             raise ConfigError("start, end and owner of a row source must be vectors of one length")
-        if self.cp_size < 1:
-            raise ConfigError(f"cp_size {self.cp_size} must be at least 1")
+        object.__setattr__(self, "cp_size", check_int("cp_size", self.cp_size, 1))
         if owner.size and not 0 <= owner.min() <= owner.max() < self.cp_size:
             raise ConfigError(f"the owners of a row source must be ranks in [0, {self.cp_size})")
         if (np.diff(owner) < 0).any():
@@ -79,7 +80,11 @@ class RowSource:
             ConfigError: S is no multiple of P.
         """
         _check_length(context_length, cp_size)
-        _check_divides("the context", context_length, cp_size, "context-parallel ranks")
+        if context_length % cp_size:
+            raise ConfigError(
+                f"the context has {context_length} rows, no multiple of {cp_size} context-parallel "
+                f"ranks; pad it to {-(-context_length // cp_size) * cp_size}"
+            )
         part = context_length // cp_size
         rank = np.arange(cp_size)
         return cls(rank * part, (rank + 1) * part, rank, cp_size)
@@ -100,7 +105,7 @@ class RowSource:
             `use_per_sequence_balancing`.
         """
         _check_length(context_length, cp_size)
-        return cls._mirrored(np.array([0, context_length]), cp_size, "the context")
+        return cls._mirrored(np.array([0, context_length]), cp_size)
 
     @classmethod
     def zigzag_documents(
@@ -127,8 +132,7 @@ class RowSource:
             `thd_get_partitioned_indices` of Transformer Engine.
         """
         bounds = document_bounds(cu_seqlens)
-        _check_length(int(bounds[-1]), cp_size)
-        padded = cls._mirrored(bounds, cp_size, "a document")
+        padded = cls._mirrored(bounds, cp_size)
         return padded if lengths is None else padded._without(bounds, real_rows(lengths, bounds))
 
     @property
@@ -176,22 +180,10 @@ class RowSource:
         return slice(*np.searchsorted(self.owner, [rank, rank + 1]).tolist())
 
     @classmethod
-    def _mirrored(cls, bounds: NDArray[np.int64], cp_size: int, what: str) -> Self:
-        """2 P chunks between any two bounds; Megatron leaves the rows of a single rank alone."""
-        lengths = np.diff(bounds)
-        parts = 2 * cp_size if cp_size > 1 else 1
-        for uneven in lengths[lengths % parts != 0].tolist():
-            _check_divides(what, uneven, parts, "chunks, two a context-parallel rank")
-        chunk = lengths // parts
-        rank = np.arange(cp_size)
-        which = np.stack([rank, parts - 1 - rank], axis=1) if cp_size > 1 else np.zeros((1, 1), int)
-        start = bounds[:-1, None] + which[:, None, :] * chunk[:, None]  # [P, D, 2]
-        return cls(
-            start.ravel(),
-            (start + chunk[:, None]).ravel(),
-            rank.repeat(start[0].size),
-            cp_size,
-        )
+    def _mirrored(cls, bounds: NDArray[np.int64], cp_size: int) -> Self:
+        start, rows = mirrored_chunks(bounds, cp_size)
+        rank = np.arange(cp_size).repeat(start[0].size)
+        return cls(start.ravel(), (start + rows[:, None]).ravel(), rank, cp_size)
 
     def _without(self, bounds: NDArray[np.int64], lengths: NDArray[np.int64]) -> Self:
         """Positions among real rows alone; what was padding of a document is padding."""
@@ -205,15 +197,5 @@ class RowSource:
 
 
 def _check_length(context_length: int, cp_size: int) -> None:
-    if cp_size < 1:
-        raise ConfigError(f"cp_size {cp_size} must be at least 1")
-    if context_length < 0:
-        raise ConfigError(f"context_length {context_length} must not be negative")
-
-
-def _check_divides(what: str, length: int, parts: int, of_what: str) -> None:
-    if length % parts:
-        raise ConfigError(
-            f"{what} has {length} rows, which do not divide into {parts} {of_what}; pad it to "
-            f"{-(-length // parts) * parts}"
-        )
+    check_int("cp_size", cp_size, 1)
+    check_int("context_length", context_length, 0)

@@ -75,13 +75,20 @@ def recut(
     first = filled[np.diff(owner[filled], prepend=-1) != 0]  # of chunks that are one range
     start, owner = bounds[first], owner[first]
     length = np.diff(start, append=bounds[-1])
-    pieces = np.ones_like(length)
-    for rank in range(cp_size):
-        mine = np.flatnonzero(owner == rank)
-        if not mine.size <= chunks_per_rank <= length[mine].sum():
-            return None
+    ranges = np.bincount(owner, minlength=cp_size)
+    rows = np.zeros(cp_size, dtype=np.int64)
+    np.add.at(rows, owner, length)
+    if ranges.max() > chunks_per_rank or rows.min() < chunks_per_rank:
+        return None
+    lengths, counts = length.tolist(), [1] * length.size
+    for mine in np.split(owner.argsort(kind="stable"), np.cumsum(ranges)[:-1]):
+        longest = [(-lengths[i], i) for i in mine.tolist()]  # pieces of a range, by their length
+        heapq.heapify(longest)
         for _ in range(chunks_per_rank - mine.size):
-            pieces[mine[(length[mine] / pieces[mine]).argmax()]] += 1
+            i = longest[0][1]
+            counts[i] += 1
+            heapq.heapreplace(longest, (-lengths[i] / counts[i], i))
+    pieces = np.array(counts, dtype=np.int64)
     source = np.repeat(np.arange(start.size), pieces)
     number = np.arange(source.size) - (np.cumsum(pieces) - pieces)[source]
     cuts = start[source] + number * length[source] // pieces[source]

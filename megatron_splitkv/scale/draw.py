@@ -29,7 +29,7 @@ _COLOURS = {
 }
 _MARKERS = {"splitkv": "o", "a2a": "s", "p2p": "^", "ringx": "v", "lv_xattn": "D"}
 _STYLES = ("-", "--")
-_OURS = {False: (0, (1, 1)), True: (0, (4, 1, 1, 1))}  # by whether scatters reduce on the way
+_OURS = (0, (1, 1))
 _SECONDS = (0.3, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
@@ -156,9 +156,8 @@ def _draw_lines(axes: Axes, study: MachineStudy, setting: str, model: str, style
         axes.plot(xs, ys, style, color=_COLOURS[method], lw=wide, zorder=2)
     if style == _STYLES[0]:
         points = points_of(setting)
-        for reduced, dash in _OURS.items():
-            best = [study.best_variant(setting, model, x, reduced).seconds for x in points]
-            axes.plot(points, best, linestyle=dash, color=_COLOURS["best"], lw=1.6, zorder=3)
+        best = [study.best_variant(setting, model, x).seconds for x in points]
+        axes.plot(points, best, linestyle=_OURS, color=_COLOURS["best"], lw=1.6, zorder=3)
 
 
 def _draw_bars(axes: Axes, study: MachineStudy, setting: str, model: str) -> None:
@@ -207,9 +206,8 @@ def _legend(studies: Sequence[MachineStudy]) -> list[Line2D]:
         Line2D([], [], color=grey, ls=style, label=f"modelled, {study.machine.label}")
         for style, study in zip(_STYLES, studies, strict=False)
     ]
-    for reduced, dash in _OURS.items():
-        label = "modelled, ours with reduce-scatter" if reduced else "modelled, ours, best places"
-        handles.append(Line2D([], [], color=_COLOURS["best"], ls=dash, lw=1.6, label=label))
+    label = "modelled, ours, best places"
+    handles.append(Line2D([], [], color=_COLOURS["best"], ls=_OURS, lw=1.6, label=label))
     if studies[0].machine.is_paper:
         for face, label in ((grey, "measured (paper)"), ("white", "measured, calibrates")):
             handles.append(

@@ -41,11 +41,6 @@ def _ours(gather: str, scatter: str, group_cast: bool) -> Method:
     return Method("splitkv", label, plan, False, gather, scatter, group_cast)
 
 
-def _reduced(gather: str, scatter: str) -> Method:
-    label = f"{gather}+{scatter}, RS"
-    return Method("splitkv", label, "balanced", True, gather, scatter)
-
-
 # Of the paper, each with the placement that it has there (Section 5.1).
 PAPER_METHODS: dict[str, Method] = {
     "splitkv": Method(
@@ -64,11 +59,10 @@ PAPER_METHODS: dict[str, Method] = {
 }
 _PLACES = [(gather, scatter) for gather in ("q", "hidden") for scatter in ("heads", "proj")]
 # What this package adds: predictions, there is nothing of the paper to hold them to. Its scatters
-# are all-to-alls summed at the owner; RS is a reduce-scatter, which sums inside nodes on the way.
+# are all-to-alls, inside nodes and then between them; those of a group-cast take one level.
 OUR_METHODS: dict[str, Method] = {
     **{f"splitkv-{g}-{s}": _ours(g, s, False) for g, s in _PLACES},
     **{f"splitkv-{g}-{s}-group": _ours(g, s, True) for g, s in _PLACES},
-    **{f"splitkv-{g}-{s}-reduced": _reduced(g, s) for g, s in _PLACES},
 }
 METHODS: dict[str, Method] = {
     **PAPER_METHODS,

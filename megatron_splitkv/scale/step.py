@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_splitkv.attention.strategies.volumes import TrafficShape, volume
+from megatron_splitkv.attention.transfers import node_ranks
 from megatron_splitkv.comm.links import Links
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter import DFlashConfig
@@ -165,8 +166,17 @@ def _attention(
     return drafter.num_layers * seconds
 
 
-def traffic_shape(method: Method, workload: Workload, drafter: DFlashConfig) -> TrafficShape:
-    """What the volume formulas read."""
+def traffic_shape(
+    method: Method, workload: Workload, drafter: DFlashConfig, node_ranks: int = 1
+) -> TrafficShape:
+    """What the volume formulas read.
+
+    Args:
+        method: a strategy and what travels.
+        workload: of the step.
+        drafter: shapes.
+        node_ranks: of `splitkv` and its returns to all ranks, see `TrafficShape`.
+    """
     return TrafficShape(
         query_rows=workload.query_rows,
         context_rows=workload.context_rows,
@@ -178,6 +188,7 @@ def traffic_shape(method: Method, workload: Workload, drafter: DFlashConfig) -> 
         hidden_size=drafter.hidden_size,
         gather=method.gather,
         scatter=method.scatter,
+        node_ranks=1 if method.group_cast else node_ranks,
     )
 
 
@@ -192,7 +203,8 @@ def _communication(
     ranks = workload.cp_size
     if ranks == 1:
         return 0.0
-    shape, cast = traffic_shape(method, workload, drafter), None
+    shape = traffic_shape(method, workload, drafter, node_ranks(links, ranks))
+    cast = None
     if method.group_cast:
         cast = query_cast(workload, method.plan, links.ranks_per_node)
         everywhere = workload.query_rows * (ranks - 1) / ranks

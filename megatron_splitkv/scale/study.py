@@ -15,7 +15,7 @@ from megatron_splitkv.scale.comparison import (
     sensitivity,
 )
 from megatron_splitkv.scale.constants import FITTED, READINGS, Constants
-from megatron_splitkv.scale.methods import METHODS, OUR_METHODS
+from megatron_splitkv.scale.methods import OUR_METHODS
 from megatron_splitkv.scale.paper import MODELS, SETTINGS, all_bars, points_of, workload_of
 from megatron_splitkv.scale.step import step_seconds
 
@@ -73,21 +73,15 @@ class MachineStudy:
         """See `order_of_methods`."""
         return order_of_methods(self.predictions)
 
-    def best_variant(self, setting: str, model: str, x: int, reduced: bool) -> Variant:
+    def best_variant(self, setting: str, model: str, x: int) -> Variant:
         """The quickest of the variants at a point.
 
         Args:
             setting: of the paper.
             model: drafter.
             x: CP size or ratio.
-            reduced: of those whose scatter is a reduce-scatter, or of those that this package has.
         """
-        here = [
-            v
-            for v in self.variants
-            if (v.setting, v.model, v.x) == (setting, model, x)
-            and METHODS[v.method].published == reduced
-        ]
+        here = [v for v in self.variants if (v.setting, v.model, v.x) == (setting, model, x)]
         return min(here, key=lambda v: v.seconds)
 
 

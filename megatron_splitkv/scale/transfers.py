@@ -37,7 +37,6 @@ def exposed_seconds(traffic: Traffic, times: list[float], hidden: str, behind: f
         hidden: label of the move that is launched before the computation and awaited after it.
         behind: seconds of that computation.
     """
-    return sum(
-        max(0.0, seconds - behind) if move.label == hidden else seconds
-        for move, seconds in zip(traffic.moves, times, strict=True)
-    )
+    labels = [move.label for move in traffic.moves]
+    travels = sum(t for label, t in zip(labels, times, strict=True) if label == hidden)
+    return sum(times) - min(travels, behind)

@@ -83,13 +83,27 @@ def test_split_kv_where_queries_are_few() -> None:
 
 
 def test_ulysses_beyond_its_crossover() -> None:
-    """Same work, so bytes decide: P > 1 + (S + Q) H_kv / (Q H_q)."""
+    """Same work, so bytes decide: P > 1 + (S + Q) H_kv / (Q H_q). All on one level."""
+    one_level = SplitKVOptions(ranks_per_node=1)
+    many = replace(MHA, query_rows=131072)
     for links in (FAST, SHARED):
-        below = choose_strategy(replace(MHA, cp_size=16), links)  # crossover at 34
+        below = choose_strategy(replace(MHA, cp_size=16), links, one_level)  # crossover at 34
         assert below.strategy == "splitkv"
-        beyond = choose_strategy(replace(MHA, query_rows=131072), links)  # crossover at 10
+        beyond = choose_strategy(many, links, one_level)  # crossover at 10
         assert beyond.strategy == "a2a"
         assert beyond.reason.startswith("--cp-comm-type auto chose a2a with plan balanced: ")
+
+
+def test_what_is_added_up_inside_nodes_moves_the_crossover() -> None:
+    """Partial results shrink on their way, transposed heads do not."""
+    many = replace(MHA, query_rows=131072)
+    one, two = (choose_strategy(many, SHARED, SplitKVOptions(ranks_per_node=n)) for n in (1, None))
+    assert (one.strategy, two.strategy) == ("a2a", "splitkv")
+    assert one.seconds["a2a"] == two.seconds["a2a"]
+    inside = replace(many, cp_size=8)  # of one node
+    assert choose_strategy(inside, SHARED) == choose_strategy(
+        inside, SHARED, SplitKVOptions(ranks_per_node=1)
+    )
 
 
 def test_ulysses_is_left_out_with_the_reason_where_ranks_do_not_divide_heads() -> None:

@@ -7,6 +7,8 @@ import pytest
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.layer_shape import LayerShape
 from megatron_splitkv.attention.placement import choose_places, place_seconds
+from megatron_splitkv.attention.strategies.volumes import Move
+from megatron_splitkv.attention.transfers import move_seconds, node_ranks
 from megatron_splitkv.comm.links import PRESETS, default_links
 
 AUTO = SplitKVOptions()
@@ -73,3 +75,32 @@ def test_what_the_user_says_is_done() -> None:
 )
 def test_options_that_send_more_cost_more(option: SplitKVOptions, place: str) -> None:
     assert place_seconds(option, SHAPE, SHARED)[place] > place_seconds(AUTO, SHAPE, SHARED)[place]
+
+
+def test_returns_of_two_levels_by_hand() -> None:
+    """8 nodes of 8: n R (g - 1) rows over links inside, R (n - 1) through the cards."""
+    assert (node_ranks(SHARED, 64), node_ranks(SHARED, 8), node_ranks(SHARED, 20)) == (8, 1, 1)
+    assert node_ranks(replace(SHARED, ranks_per_node=1), 64) == 1
+    free = replace(SHARED, intra_latency=0.0, inter_latency=0.0, dense_flops=1e30)
+    width, rows = 16 * 256, 32768 // 64
+
+    def returned(nbytes: float) -> float:
+        inside, between = 8 * 7 * rows * nbytes, 7 * rows * nbytes
+        return inside / free.intra_bandwidth + between / free.inter_bandwidth
+
+    lse_and_out = returned(16 * 4) + returned(width * 2)
+    casts = free.all_gather_seconds(32768 * width * 2, 64)
+    casts += free.all_gather_seconds(32768 * 16 * 2 * 4, 64)
+    seconds = place_seconds(AUTO, SHAPE, free)
+    assert seconds["heads"] == pytest.approx(lse_and_out + casts)
+    gathered = free.all_gather_seconds(32768 * width * 2, 64)
+    assert seconds["q"] == pytest.approx(gathered + returned(width * 2))  # nothing hides them
+    wide = place_seconds(SplitKVOptions(fp32_reduce=True), SHAPE, free)
+    assert wide["q"] - seconds["q"] == pytest.approx(returned(width * 2))
+    assert place_seconds(SplitKVOptions(ranks_per_node=1), SHAPE, free)["heads"] > seconds["heads"]
+
+
+def test_the_latencies_of_two_levels() -> None:
+    nothing = [Move("out", f"all_to_all_{level}", 0, 2) for level in ("inside", "between")]
+    latencies = [move_seconds(move, SHARED, 64) for move in nothing]
+    assert latencies == [7 * SHARED.intra_latency, 7 * SHARED.inter_latency]

@@ -130,7 +130,7 @@ def test_elements_of_every_place_equal_the_formula(
 # Overlap
 
 
-def order_of_events(options: SplitKVOptions, recompute: bool) -> list[tuple[str, str]]:
+def order_of_events(options: SplitKVOptions, recompute: bool, cp: int = 2) -> list[tuple[str, str]]:
     """Launches, waits and the context's key/value projection of one layer, in order."""
     from megatron.core import parallel_state as state
 
@@ -139,10 +139,10 @@ def order_of_events(options: SplitKVOptions, recompute: bool) -> list[tuple[str,
         if recompute
         else {}
     )
-    with parallel_state(1, 2):
-        model = build_model(1, 2, **spec_of(options), **config)
+    with parallel_state(1, cp):
+        model = build_model(1, cp, **spec_of(options), **config)
         sample = awkward_samples()[0]
-        plan = sample.plan(2)
+        plan = sample.plan(cp)
         batch = sample.batch(plan, state.get_context_parallel_rank())
         context_rows = len(batch["context_positions"])
         for layer in model.decoder.layers:
@@ -183,7 +183,9 @@ def test_rows_travel_while_context_keys_are_projected(
         assert events == expected
 
 
-def recompute_traffic(modules: list[str] | None) -> tuple[dict[str, int], StepResult]:
+def recompute_traffic(
+    modules: list[str] | None, options: SplitKVOptions = SplitKVOptions()
+) -> tuple[dict[str, int], StepResult]:
     """Calls by label over a step, and the step."""
     config: dict[str, Any] = (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -191,7 +193,7 @@ def recompute_traffic(modules: list[str] | None) -> tuple[dict[str, int], StepRe
         else {"recompute_granularity": "selective", "recompute_modules": modules}
     )
     with parallel_state(1, 4):
-        ddp = data_parallel(build_model(1, 4, **config))
+        ddp = data_parallel(build_model(1, 4, **spec_of(options), **config))
         with CommMeter() as meter:
             step = run_schedule(ddp, awkward_samples()[:1])
     labels = [r.label for r in meter.records]

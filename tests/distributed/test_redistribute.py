@@ -1,8 +1,11 @@
 """Rows that change their rank, against their naive twin: gather everything, then index."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from megatron_splitkv.batch import redistribute_rows, undispatch_rows
 from megatron_splitkv.comm import CommMeter
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import ContextPlan, build_plan
-from megatron_splitkv.plan.redistribution import rows_moved
+from megatron_splitkv.plan.redistribution import Redistribution, rows_moved
 from megatron_splitkv.plan.row_source import RowSource
 from megatron_splitkv.testing import gloo_pool, subgroup
 from tests.plan.layouts import layout_of, random_plan
@@ -157,6 +160,34 @@ def test_rows_gradients_and_bytes(cp_size: int) -> None:
         assert any(c.plan.num_rows(r) == 0 for c in cases for r in range(cp_size))
         assert any(c.source.num_rows(r) == 0 for c in cases for r in range(cp_size))
     gloo_pool(8).run(_both_ways, cases, cp_size)
+
+
+def _ways_worked_out() -> tuple[int, list[bool]]:
+    """How often for one plan and source, and whether these are gone when nobody wants them."""
+    plan, source = (case := _megatron_cases(4)[1]).plan, case.source
+    group, made = dist.group.WORLD, Mock(wraps=Redistribution.of)
+    with patch.object(Redistribution, "of", made):
+        for width in (3, 5):
+            x = torch.ones(source.num_rows(group.rank()), width, requires_grad=True)
+            moved = redistribute_rows(x, plan, source, group)
+            undispatch_rows(moved, plan, source, group).sum().backward()
+            assert torch.equal(x.grad, torch.ones_like(x))
+        count = made.call_count
+        redistribute_rows(x, ContextPlan.from_arrays(plan.to_arrays()), source, group)
+        assert made.call_count == count + 1
+    ends = [weakref.ref(source), weakref.ref(plan)]
+    gone = []
+    del case, source
+    gc.collect()
+    gone.append(ends[0]() is None)
+    del plan, moved
+    gc.collect()
+    return count, [*gone, ends[1]() is None]
+
+
+def test_tensors_and_gradients_of_a_micro_batch_share_their_ways() -> None:
+    for answer in gloo_pool(4).run(_ways_worked_out):
+        assert answer == (1, [True, True])
 
 
 def _bytes_sent(case: Case) -> float:

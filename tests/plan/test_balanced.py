@@ -67,6 +67,12 @@ def test_contiguous_rows_are_a_candidate():
     assert heaviest(assign_contiguous(8, 4), work, own_work) == 12
 
 
+def test_rounds_from_own_work_on_are_a_candidate():
+    """Three ranks of two chunks; without it the heaviest has 28."""
+    work, own_work = np.array([6, 1, 5, 6, 9, 11]), np.array([14, 0, 17])
+    assert heaviest(assign_balanced(work, own_work, 2), work, own_work) == 25
+
+
 def test_near_the_optimum_of_two_ranks():
     """Every split of 12 chunks into two halves, counted out."""
     for seed in range(20):

@@ -2,17 +2,31 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, build_plan
 from megatron_splitkv.plan.documents import Documents
-from megatron_splitkv.plan.local import _assign, _attended, _cut, _level, local_chunks
+from megatron_splitkv.plan.local import (
+    _assign,
+    _attended,
+    _cut,
+    _level,
+    local_chunks,
+    most_attended,
+)
 from megatron_splitkv.plan.rank_groups import RankGroups
 from megatron_splitkv.plan.redistribution import rows_moved
 from megatron_splitkv.plan.row_source import RowSource
-from tests.plan.layouts import layout_of, papers_layout, random_layout, uneven_layout
+from tests.plan.layouts import (
+    layout_of,
+    papers_layout,
+    random_layout,
+    random_plan,
+    shuffled,
+    uneven_layout,
+)
 
 
 def local(layout, length, cp_size, chunks_per_rank=None, windows=(None,)):
@@ -76,6 +90,61 @@ def test_every_row_once_and_bounds_kept(seed, cp_size, per_rank, windows):
     rows = max(plan.num_rows(rank) for rank in range(cp_size))
     assert rows <= 1.5 * np.ceil(length / cp_size) + per_rank
     assert local(layout, length, cp_size, per_rank, windows).digest == plan.digest
+
+
+def long_and_short():
+    """A document of most rows, and many that have most blocks: no grouping needs as few queries."""
+    rng = np.random.default_rng(0)
+    documents = [(20_000, 64)] + [(120, 32)] * 80
+    drawn = [(n, np.sort(rng.choice(n, count, False)).tolist(), 0) for n, count in documents]
+    return layout_of(drawn, block_size=4)
+
+
+@st.composite
+def mixed_documents(draw):
+    """Few long documents with few anchors and many short ones with many, or anything else."""
+    seed = draw(st.integers(0, 2**20))
+    if draw(st.booleans()):
+        return random_layout(seed, max_documents=30)
+    rng = np.random.default_rng(seed)
+    documents = []
+    for length, most in ((4000, 3), (40, 30)):
+        for _ in range(rng.integers(0, most)):
+            rows = int(rng.integers(1, length))
+            inside = np.sort(rng.choice(rows, min(rows, int(rng.integers(1, 20))), False))
+            documents.append((rows, inside.tolist(), int(rng.integers(0, 2))))
+    order = rng.permutation(len(documents))
+    return layout_of([documents[i] for i in order], block_size=int(rng.integers(1, 6)))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(mixed_documents(), st.sampled_from([1, 2, 3, 5, 8, 16]), st.sampled_from([(None,), (9,)]))
+@example(long_and_short(), 2, (None,))
+@example(long_and_short(), 8, (None,))
+@example(long_and_short(), 16, (None,))
+def test_never_more_queries_than_balanced(batch, cp_size, windows):
+    """In the busiest rank's blocks and hence in those that travel to it."""
+    layout, length = batch
+    plan = local(layout, length, cp_size, windows=windows)
+    balanced = build_plan(layout, length, cp_size, windows=windows)
+    if plan.num_blocks:
+        assert attended(plan) <= attended(balanced)
+    if plan.digest != balanced.digest:
+        assert attended(plan) < attended(balanced)  # or it would have no reason to be less even
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 2**20), st.integers(1, 9))
+def test_need_by_first_rows_equals_need_by_definition(seed, cp_size):
+    """Of random cuts and owners too: empty chunks, ranks without rows, blocks in any order."""
+    for plan in (random_plan(seed, cp_size), shuffled(random_plan(seed, cp_size), seed)):
+        found = most_attended(
+            plan.layout, Documents.of(plan.layout), plan.chunk_bounds, plan.chunk_owner, cp_size
+        )
+        needs = plan.needs()
+        own = np.arange(plan.num_blocks) * cp_size // max(1, plan.num_blocks)
+        needs[own, np.arange(plan.num_blocks)] = True
+        assert found == needs.sum(axis=1).max()
 
 
 def test_random_layouts_are_often_grouped():
@@ -170,8 +239,9 @@ def test_rows_that_are_there_already_do_not_cost_locality(make):
     for seed in range(5):
         layout, length = papers_layout(seed, length=2**16)
         source = make(length, 16)
+        balanced = build_plan(layout, length, 16, chunks_per_rank=16)
         at_will, matched = (
-            ContextPlan(layout, *local_chunks(layout, length, 16, 16, source=where), 16, "local")
+            ContextPlan(layout, *local_chunks(balanced, 16, source=where), 16, "local")
             for where in (None, source)
         )
         assert attended(matched) <= 0.31

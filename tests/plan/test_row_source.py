@@ -120,10 +120,19 @@ def test_ranks_may_hold_nothing():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RowSource.contiguous(10, 4), "the context has 10 rows.* 4 .* pad it to 12"),
-        (lambda: RowSource.zigzag(12, 4), "the context has 12 rows.* 8 chunks.* pad it to 16"),
-        (lambda: RowSource.zigzag(-4, 2), "context_length -4 must not be negative"),
-        (lambda: RowSource.zigzag_documents([0, 8, 13], 2), "a document has 5 rows.* to 8"),
+        (
+            lambda: RowSource.contiguous(10, 4),
+            "the context has 10 rows, no multiple of 4 .* pad it to 12",
+        ),
+        (
+            lambda: RowSource.zigzag(12, 4),
+            "the sequence has 12 rows, no multiple of 8 .* pad it to 16",
+        ),
+        (lambda: RowSource.zigzag(-4, 2), "context_length -4 must be at least 0"),
+        (
+            lambda: RowSource.zigzag_documents([0, 8, 13], 2),
+            "document 1 has 5 rows, no multiple of 4 .* to 8",
+        ),
         (lambda: RowSource.zigzag_documents([0, 8, 4], 2), "cu_seqlens must be a vector that"),
         (lambda: RowSource.zigzag_documents([0, 8], 2, lengths=[9]), "real rows of the documents"),
         (lambda: RowSource.zigzag(8, 0), "cp_size 0 must be at least 1"),
@@ -135,6 +144,15 @@ def test_ranks_may_hold_nothing():
         (lambda: RowSource([0, 4], [4, 2], [0, 1], 2), "ends before it starts"),
         (lambda: RowSource([-2], [4], [0], 2), "half padding"),
         (lambda: RowSource([0], [4], [0, 1], 2), "vectors of one length"),
+        (lambda: RowSource([0.7], [4], [0], 2), "start of a row source must hold integers"),
+        (lambda: RowSource([0], [4], [True], 2), "owner of a row source must hold integers"),
+        (lambda: RowSource([0], [4], [0], 2.0), "cp_size 2.0 must be at least 1, and an int"),
+        (lambda: RowSource.zigzag(8.0, 2), "context_length 8.0 must be at least 0, and an int"),
+        (lambda: RowSource.zigzag_documents([0, 8.5], 2), "cu_seqlens must hold integers, not fl"),
+        (lambda: RowSource.zigzag_documents([0, 8], True), "cp_size True must be at least 1"),
+        (lambda: RowSource.zigzag_documents([0, 8], 2, lengths=[7.5]), "must hold integers"),
+        (lambda: zigzag_positions([0, 8, 13], 2), "document 1 has 5 rows, no multiple of 4 .* 8"),
+        (lambda: zigzag_positions([0, 8.0], 2), "cu_seqlens must hold integers, not float64"),
         (lambda: RowSource.zigzag(8, 2).rows(2), r"rank 2 is not in \[0, 2\)"),
     ],
 )

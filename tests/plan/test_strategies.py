@@ -2,7 +2,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_splitkv.config import ConfigError
@@ -19,6 +19,10 @@ from megatron_splitkv.plan.strategies import (
 from tests.plan.layouts import a13_layout, fig5_layout, layout_of, random_layout
 
 STRATEGIES = ("none", "zigzag", "lpt", "balanced")
+
+
+def drawn(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
 def assign_lpt_naive(chunk_work, cp_size, chunks_per_rank):
@@ -114,8 +118,9 @@ def chunk_prices(draw):
     return work, cp_size, per_rank
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@drawn(150)
 @given(chunk_prices())
+@example((np.array([2, 0, 0, 5, 1, 5, 2, 6]), 2, 4))  # a rank as loaded as the next: a tie
 def test_lpt_equals_naive(prices):
     work, cp_size, per_rank = prices
     owner = assign_lpt(work, cp_size, per_rank)
@@ -193,6 +198,23 @@ def test_recut_keeps_rows_and_counts_chunks():
     assert recut(bounds, owner, 2, 21) is None  # more chunks than rows
 
 
+@drawn(200)
+@given(st.lists(st.integers(2, 30), min_size=2, max_size=12), st.integers(2, 9))
+def test_recut_of_more_documents_than_chunks_is_not_possible(lengths, cp_size):
+    """So `balanced` need not try: rank 0 has the last chunk of every document."""
+    bounds, owner = zigzag_chunks(np.append(0, np.cumsum(lengths)), cp_size)
+    assert recut(bounds, owner, cp_size, len(lengths) - 1) is None
+
+
+@pytest.mark.parametrize(("documents", "tried"), [(8, 1), (9, 0), (5000, 0)])
+def test_balanced_cuts_no_more_than_j_documents_as_zigzag_does(documents, tried):
+    """2 P chunks for each of many would cost more than all the rest."""
+    layout, length = layout_of([(64, [63], 0)] + [(64, [1], 0)] * (documents - 1), block_size=4)
+    with patch("megatron_splitkv.plan.planner.zigzag_chunks", Mock(wraps=zigzag_chunks)) as cut:
+        assert build_plan(layout, length, 7, chunks_per_rank=8).imbalance > 1e-4
+    assert cut.call_count == tried
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_context_shorter_than_the_group(strategy):
     layout, length = layout_of([(3, [1, 2], 0)], block_size=2)
@@ -225,14 +247,21 @@ def test_every_rank_receives_the_same_number_of_chunks(strategy):
     [
         ({"strategy": "ltp"}, r"'ltp' is not known; choose one of: none, zigzag, lpt, balanced"),
         ({"cp_size": 0}, "cp_size 0 must be at least 1"),
-        ({"context_length": -1}, "context_length -1"),
-        ({"chunks_per_rank": 0}, "chunks_per_rank 0 must be an int of at least 1"),
-        ({"chunks_per_rank": 2.0}, "chunks_per_rank 2.0 must be an int of at least 1"),
-        ({"chunks_per_rank": True}, "chunks_per_rank True must be an int"),
+        ({"cp_size": 2.0}, "cp_size 2.0 must be at least 1, and an int"),
+        ({"cp_size": True}, "cp_size True must be at least 1, and an int"),
+        ({"cp_size": "2"}, "cp_size '2' must be at least 1, and an int"),
+        ({"context_length": -1}, "context_length -1 must be at least 0, and an int"),
+        ({"context_length": 40.5}, "context_length 40.5 must be at least 0, and an int"),
+        ({"source": "zigzag"}, "source 'zigzag' must be a RowSource"),
+        ({"chunks_per_rank": 0}, "chunks_per_rank 0 must be at least 1, and an int"),
+        ({"chunks_per_rank": 2.0}, "chunks_per_rank 2.0 must be at least 1, and an int"),
+        ({"chunks_per_rank": True}, "chunks_per_rank True must be at least 1"),
         ({"chunks_per_rank": 7}, "7 would leave chunks empty: 24 rows on 4 ranks allow at most 6"),
         ({"windows": ()}, r"windows \(\) must have an entry for every layer"),
         ({"windows": 512}, "windows 512 must have an entry for every layer"),
         ({"windows": (None, 0)}, "window 0 must be at least 1"),
+        ({"windows": (True,)}, "window True must be at least 1"),
+        ({"windows": (2**70,)}, "an int of at most"),
         ({"windows": (2.5,)}, "window 2.5 must be at least 1, a query's own position, and an int"),
         ({"context_length": 20}, "beyond the context of 20 rows"),
         ({"context_length": 10}, "document starts at 16, beyond the context of 10 rows"),
@@ -243,6 +272,22 @@ def test_bad_input(arguments, message):
     call = {"context_length": length, "cp_size": 4, "strategy": "lpt"} | arguments
     with pytest.raises(ConfigError, match=message):
         build_plan(layout, **call)
+
+
+def test_numpys_integers_are_integers():
+    layout, length = fig5_layout()
+    plan = build_plan(
+        layout,
+        np.int64(length),
+        np.int32(4),
+        chunks_per_rank=np.int8(3),
+        windows=[np.int64(5), None],
+    )
+    same = build_plan(layout, length, 4, chunks_per_rank=3, windows=(5, None))
+    assert plan.digest == same.digest
+    assert plan.windows == (5, None)
+    assert {type(plan.cp_size), type(plan.windows[0])} == {int}
+    assert build_plan(layout, length, 4, windows=[2**62]).work.any()
 
 
 def test_anchor_of_another_document_is_refused():

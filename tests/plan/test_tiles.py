@@ -185,6 +185,14 @@ def test_tiles_of_ranks_are_those_of_their_staircases(windows):
     assert tile_imbalance(build_plan(*layout_of([(8, [], 3)], block_size=4), 4)) == 0.0
 
 
+def test_own_blocks_are_priced_in_tiles_too():
+    """One rank owns all kept blocks, and each of these fills a tile by itself."""
+    layout, length = layout_of([(8192, list(range(0, 8192, 256)), 32)], block_size=16)
+    plan = build_plan(layout, length, 2, chunks_per_rank=8, tiles=True)
+    assert tile_imbalance(plan) == 0.0
+    assert plan.context_work[0] < plan.context_work[1]
+
+
 @pytest.mark.parametrize("workload", [papers_layout, uneven_layout])
 def test_priced_in_tiles_the_ranks_tiles_are_more_even(workload):
     """At the cost of pairs, whose imbalance grows to what that of the tiles was."""

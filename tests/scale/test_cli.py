@@ -18,7 +18,7 @@ DRAFTER = DFlashConfig.preset("qwen3.5-27b")
 
 
 def test_json_of_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scale", "--setting", "ratio", "--model", "qwen3.5-27b", "--json"]) == 0
+    assert main(["scale", "--setting", "ratio", "--drafter", "qwen3.5-27b", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["constants"] == asdict(FITTED)
     assert [study["machine"] for study in result["studies"]] == list(READINGS)
@@ -58,7 +58,7 @@ def test_other_machines_are_not_held_to_the_paper(
 ) -> None:
     file = tmp_path / "mine.json"
     PRESETS["pcie-ethernet"].save(file)
-    argv = ["scale", "--setting", "weak", "--model", "qwen3.5-27b", "--links", str(file)]
+    argv = ["scale", "--setting", "weak", "--drafter", "qwen3.5-27b", "--links", str(file)]
     assert main([*argv, "--json"]) == 0
     (study,) = json.loads(capsys.readouterr().out)["studies"]
     assert study["links"] == asdict(PRESETS["pcie-ethernet"])
@@ -80,7 +80,7 @@ def test_fit_prints_fresh_and_frozen(capsys: pytest.CaptureFixture[str]) -> None
     ("options", "message"),
     [
         (["--setting", "medium"], "--setting 'medium' is not known; choose one of: weak"),
-        (["--model", "gpt"], "--model 'gpt' is not known; choose one of: qwen3.5-35b-a3b"),
+        (["--drafter", "gpt"], "--drafter 'gpt' is not known; choose one of: qwen3.5-35b-a3b"),
         (["--links", "nowhere"], "'nowhere' is neither a file nor one of: nvlink-400g"),
         (["--links", "BAD"], "not JSON"),
         (["--output", "BAD"], "File exists"),

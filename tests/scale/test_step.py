@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_splitkv.attention.strategies.volumes import Move, volume
+from megatron_splitkv.attention.strategies.volumes import Move, Traffic, volume
 from megatron_splitkv.comm.links import PRESETS, Links
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter import DFlashConfig
@@ -12,7 +12,7 @@ from megatron_splitkv.scale import FITTED, METHODS, Constants, step_seconds
 from megatron_splitkv.scale.dense import dense_flops
 from megatron_splitkv.scale.paper import MODELS
 from megatron_splitkv.scale.step import call_efficiency, supports, traffic_shape
-from megatron_splitkv.scale.transfers import move_seconds
+from megatron_splitkv.scale.transfers import exposed_seconds, move_seconds
 from megatron_splitkv.scale.work import QueryCast, most_work, total_work
 from megatron_splitkv.scale.workload import Workload, strong, weak
 
@@ -68,6 +68,34 @@ def test_dense_flops_by_hand() -> None:
 )
 def test_moves_by_hand(move: Move, seconds: float) -> None:
     assert move_seconds(move, NODE, 4, 0.5) == pytest.approx(seconds)
+
+
+def test_a_return_of_two_levels_hides_as_one() -> None:
+    moves = tuple(Move("grad_q", f"all_to_all_{level}", 8, 2) for level in ("inside", "between"))
+    traffic = Traffic((Move("grad_out", "all_gather", 8, 2), *moves))
+    assert exposed_seconds(traffic, [1.0, 2.0, 3.0], "grad_q", 4.0) == 1 + (2 + 3 - 4)
+    assert exposed_seconds(traffic, [1.0, 2.0, 3.0], "grad_q", 9.0) == 1
+    assert exposed_seconds(traffic, [1.0, 2.0, 3.0], "", 9.0) == 6
+
+
+def test_ours_come_near_a_reduce_scatter_between_nodes() -> None:
+    """Sums on the way: what leaves a node is what a reduce-scatter sends."""
+    links, workload = FITTED.on(PRESETS["nvlink-400g-shared"]), strong(64)
+    for model in MODELS:
+        drafter = DFlashConfig.preset(model)
+        ours = METHODS["splitkv-q-heads"]
+        reduced = replace(ours, published=True)
+        two, one, ring = (
+            step_seconds(method, workload, drafter, machine, FITTED).communication
+            for method, machine in (
+                (ours, links),
+                # No two ranks share links or a node, with the same share of the cards.
+                (ours, replace(links, ranks_per_node=1, nic_bandwidth=links.inter_bandwidth)),
+                (reduced, links),
+            )
+        )
+        assert two == pytest.approx(ring, rel=0.05)
+        assert one > 1.5 * two
 
 
 def test_a_group_cast_splits_its_bytes_between_levels() -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_splitkv.train.arguments import add_arguments, complete_arguments
+from megatron_splitkv.config import ConfigError
+from megatron_splitkv.train.arguments import add_arguments, complete_arguments, splitkv_options
 from tests.train.launches import HIDDEN_SIZE, VOCAB_SIZE, make_store, parse
 
 
@@ -38,6 +39,13 @@ def test_what_a_user_types_wins(tmp_path: Path) -> None:
     assert (args.num_attention_heads, args.num_query_groups) == (4, 2)
     assert (args.save_interval, args.tensorboard_dir) == (5, "t")
     assert (args.mask_token_id, args.max_position_embeddings) == (3, 9999)
+
+
+def test_ranks_a_node_are_the_launchers_unless_said() -> None:
+    assert splitkv_options(parse([])).ranks_per_node is None
+    assert splitkv_options(parse(["--splitkv-ranks-per-node", "4"])).ranks_per_node == 4
+    with pytest.raises(ConfigError, match="--splitkv-ranks-per-node 0 must be at least 1"):
+        splitkv_options(parse(["--splitkv-ranks-per-node", "0"]))
 
 
 def test_a_saving_run_saves_at_its_end_and_logs_beside_it(tmp_path: Path) -> None:

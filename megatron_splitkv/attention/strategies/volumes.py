@@ -37,6 +37,7 @@ class TrafficShape:
         gather: of `splitkv`: ``q`` or ``hidden``.
         scatter: of `splitkv`: ``heads`` or ``proj``.
         query_share: of `splitkv`: share of the other ranks that a query goes to, 1 if to all.
+        node_ranks: of `splitkv`: ranks on each node if returns take two levels, 1 if they take one.
     """
 
     query_rows: int
@@ -52,6 +53,7 @@ class TrafficShape:
     gather: str = "q"
     scatter: str = "heads"
     query_share: float = 1.0
+    node_ranks: int = 1
 
     @classmethod
     def of_plan(
@@ -91,6 +93,11 @@ class TrafficShape:
             query_share=(attended - plan.num_blocks) / most if most else 1.0,
         )
 
+    @property
+    def takes_two_levels(self) -> bool:
+        """Whether partial results are added up inside nodes before they leave them."""
+        return 1 < self.node_ranks < self.cp_size and self.query_share == 1
+
     def rows_of(self, rank: int) -> float:
         """Context rows of a rank, any integer modulo P."""
         if self.shards is None:
@@ -104,7 +111,7 @@ class Move:
 
     Args:
         label: as the meter names it.
-        op: the collective.
+        op: the collective, as the meter names it; of two levels each is a move.
         elements: that one rank sends.
         itemsize: bytes of an element.
         calls: collectives.
@@ -192,7 +199,7 @@ def _splitkv(s: TrafficShape, rank: int, published: bool) -> Volume:
     behind = s.scatter == "proj"
     returned = hidden if behind else query
     e, a = s.itemsize, s.sum_itemsize
-    cast, back = ("all_gather", "all_to_all") if s.query_share == 1 else ("all_to_all_v",) * 2
+    cast = "all_gather" if s.query_share == 1 else "all_to_all_v"
     if published:  # statistics by all-reduce, sums by reduce-scatter
         forward = [
             Move(s.gather, cast, gathered, e),
@@ -205,25 +212,40 @@ def _splitkv(s: TrafficShape, rank: int, published: bool) -> Volume:
             Move(f"grad_{s.gather}", "reduce_scatter", gathered, e),
         ]
         return Volume(Traffic(tuple(forward), 4), Traffic(tuple(backward), 3))
+    total = [Move("lse_total", cast, heads, a)] if behind else []
     forward = [
         Move(s.gather, cast, gathered, e),
-        Move("lse", back, heads, a),
-        Move("out", back, returned, e),
+        *_returned(s, "lse", heads, a),
+        *total,
+        *_returned(s, "out", returned, e),
     ]
     backward = [
         Move("grad_out", cast, returned, e),
-        Move(f"grad_{s.gather}", back, gathered, e),
+        *_returned(s, f"grad_{s.gather}", gathered, e),
     ]
-    if behind:
-        forward.insert(2, Move("lse_total", cast, heads, a))
-        if s.query_share == 1:
-            backward.append(Move("delta", "all_reduce_sum", 2 * heads, a))
-        else:
-            backward += [Move("delta", back, heads, a), Move("delta_total", cast, heads, a)]
-    else:
+    if not behind:
         backward.append(Move("lse_and_delta", cast, 2 * heads, a))
+    elif s.query_share == 1:
+        backward.append(Move("delta", "all_reduce_sum", 2 * heads, a))
+    else:
+        backward += [Move("delta", cast, heads, a), Move("delta_total", cast, heads, a)]
     steps = (4, 3) if behind else (2, 2)
+    if s.takes_two_levels:  # a step more for each return but that of lse beside out
+        steps = (6, 4) if behind else (3, 3)
     return Volume(Traffic(tuple(forward), steps[0]), Traffic(tuple(backward), steps[1]))
+
+
+def _returned(s: TrafficShape, label: str, elements: float, itemsize: int) -> tuple[Move, ...]:
+    """What goes to the owners of the rows, of which one level would send so many elements."""
+    if not s.takes_two_levels:
+        op = "all_to_all" if s.query_share == 1 else "all_to_all_v"
+        return (Move(label, op, elements, itemsize),)
+    per_rank, nodes = elements / (s.cp_size - 1), s.cp_size // s.node_ranks
+    inside, between = nodes * (s.node_ranks - 1) * per_rank, (nodes - 1) * per_rank
+    return (
+        Move(label, "all_to_all_inside", inside, itemsize),
+        Move(label, "all_to_all_between", between, itemsize),
+    )
 
 
 def _ulysses(s: TrafficShape, rank: int, published: bool) -> Volume:
