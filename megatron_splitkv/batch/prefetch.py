@@ -1,10 +1,12 @@
 """One item ahead: what the next step needs is read and planned while this one computes."""
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from types import TracebackType
 
 import torch
 
@@ -15,8 +17,9 @@ class Prefetch[T](Iterator[T]):
     """Runs an iterator on a thread of its own, a little ahead of whoever consumes it.
 
     Items come in order and so does the exception that ends them, `StopIteration` included; every
-    later `next` raises it again. Nothing is taken from the iterator before the first `next`. The
-    thread ends with the iterator, when it is closed or dropped, and when the process exits.
+    later `next` raises it again. Nothing is taken from the iterator before the first `next`, and
+    the process that calls it first is the only one that may. The thread ends with the iterator,
+    when it is closed or dropped, and when the process exits.
 
     Args:
         iterator: the source; from now on nobody else may take from it.
@@ -26,11 +29,14 @@ class Prefetch[T](Iterator[T]):
         waits: how often the consumer came before the item was there, not counting the first time,
             when nothing can be ready.
         seconds_waited: how long it stood there, the first time included.
+
+    Raises:
+        ValueError: the depth is no int, or less than 1.
     """
 
     def __init__(self, iterator: Iterator[T], depth: int = 1) -> None:
-        if depth < 1:
-            raise ValueError(f"depth {depth} must be at least 1")
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise ValueError(f"depth {depth!r} must be at least 1, and an int")
         self.waits = 0
         self.seconds_waited = 0.0
         self._shelf = _Shelf(iterator, depth)
@@ -38,7 +44,11 @@ class Prefetch[T](Iterator[T]):
         self._close = weakref.finalize(self, self._shelf.close)
 
     def __next__(self) -> T:
-        """The next item; waits for it if it is not ready."""
+        """The next item; waits for it if it is not ready.
+
+        Raises:
+            RuntimeError: it was closed, or began in the process from which this one was forked.
+        """
         shelf = self._shelf
         first = shelf.start()
         with shelf.changed:
@@ -51,7 +61,7 @@ class Prefetch[T](Iterator[T]):
                 raise RuntimeError("this prefetch was closed; it has no more items")
             if not shelf.items:
                 assert shelf.end is not None
-                raise shelf.end
+                raise shelf.end.with_traceback(shelf.trace)  # or it would grow at every call
             shelf.changed.notify_all()
             return shelf.items.popleft()
 
@@ -67,13 +77,20 @@ class _Shelf[T]:
         self.changed = threading.Condition()
         self.items: deque[T] = deque()
         self.end: BaseException | None = None
+        self.trace: TracebackType | None = None
         self.closed = False
         self._iterator = iterator
         self._depth = depth
         self._thread: threading.Thread | None = None
+        self._process: int | None = None  # that has the thread
 
     def start(self) -> bool:
         """Start the thread unless it has been; whether it has not."""
+        if self._began_elsewhere():  # before any lock, which nobody here would ever let go
+            raise RuntimeError(
+                f"this prefetch began in process {self._process}, from which this one was forked "
+                "without its thread; use it there, or make one here"
+            )
         if self._thread is not None or self.closed:
             return False
         # New threads use device 0 unless told, and pinning memory would open a context there.
@@ -81,8 +98,12 @@ class _Shelf[T]:
         self._thread = threading.Thread(
             target=self._fill, args=(device,), name="splitkv-prefetch", daemon=True
         )
+        self._process = os.getpid()
         self._thread.start()
         return True
+
+    def _began_elsewhere(self) -> bool:
+        return False
 
     def has_answer(self) -> bool:
         """Whether a consumer that waits can go on."""
@@ -90,6 +111,8 @@ class _Shelf[T]:
 
     def close(self) -> None:
         """See `Prefetch.close`."""
+        if self._began_elsewhere():
+            return
         with self.changed:
             self.closed = True
             self.items.clear()
@@ -109,7 +132,7 @@ class _Shelf[T]:
                 item = next(self._iterator)
             except BaseException as error:
                 with self.changed:
-                    self.end = error
+                    self.end, self.trace = error, error.__traceback__
                     self.changed.notify_all()
                 return
             with self.changed:

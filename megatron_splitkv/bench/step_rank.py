@@ -220,7 +220,7 @@ def _context_projection(shape: StepShape) -> tuple[Any, Any]:
 
     from megatron_splitkv.drafter.feature_projection import FeatureProjection
 
-    config, spec = _megatron(shape, "splitkv"), _spec(Method("splitkv", "none"))
+    config, spec = _megatron(shape, "splitkv"), _spec(shape, Method("splitkv", "none"))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(shape.seed)
     fc = FeatureProjection(
@@ -247,7 +247,7 @@ def _attention(shape: StepShape, method: Method) -> Any:
 
     torch.manual_seed(shape.seed)
     attention = build_module(
-        _spec(method).submodules.self_attention,
+        _spec(shape, method).submodules.self_attention,
         config=_megatron(shape, method.strategy),
         layer_number=1,
         cp_comm_type=method.strategy,
@@ -262,10 +262,10 @@ def _attention(shape: StepShape, method: Method) -> Any:
     return attention.to(attention.config.params_dtype).train()
 
 
-def _spec(method: Method) -> Any:
+def _spec(shape: StepShape, method: Method) -> Any:
     from megatron_splitkv.drafter import get_dflash_layer_spec
 
-    return get_dflash_layer_spec("local", splitkv=method.options)
+    return get_dflash_layer_spec("local", splitkv=method.options(shape.ranks_per_node))
 
 
 def _megatron(shape: StepShape, strategy: str) -> Any:

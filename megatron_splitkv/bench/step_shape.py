@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.strategies.volumes import TrafficShape, Volume, volume
+from megatron_splitkv.comm.topology import split_by_node
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.drafter.config import DFlashConfig
@@ -48,12 +49,16 @@ class Method:
             return f"splitkv {self.gather}+{self.scatter}"
         return f"{self.strategy} balanced" if self.plan == "balanced" else self.strategy
 
-    @property
-    def options(self) -> SplitKVOptions:
+    def options(self, ranks_per_node: int) -> SplitKVOptions:
         """For the layer; queries go to all ranks, as the formulas have it."""
         if self.strategy != "splitkv":
             return SplitKVOptions()
-        return SplitKVOptions(gather=self.gather, scatter=self.scatter, query_cast="all")
+        return SplitKVOptions(
+            gather=self.gather,
+            scatter=self.scatter,
+            query_cast="all",
+            ranks_per_node=ranks_per_node,
+        )
 
     @property
     def repeats(self) -> int:
@@ -96,6 +101,7 @@ class StepShape:
         samples: documents that they are packed from, all alike.
         dtype: of activations and weights.
         seed: of anchors, features and weights.
+        ranks_per_node: of the machine that it stands for; several nodes sum up on the way.
 
     Raises:
         ConfigError: sizes that do not divide.
@@ -108,9 +114,10 @@ class StepShape:
     samples: int = 1
     dtype: str = "bfloat16"
     seed: int = 0
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("shrink", "context", "queries", "samples"):
+        for name in ("shrink", "context", "queries", "samples", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)} must be at least 1")
         if self.seed < 0:
@@ -210,6 +217,7 @@ class StepShape:
             hidden_size=dflash.hidden_size,
             gather=method.gather,
             scatter=method.scatter,
+            node_ranks=split_by_node(range(plan.cp_size), self.ranks_per_node),
         )
         return volume(method.strategy, shape, rank=rank)
 

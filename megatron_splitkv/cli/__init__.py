@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         message = str(error)
     except (MemoryError, OverflowError) as error:
-        message = f"too large for this machine; take smaller numbers ({error or 'out of memory'})"
+        message = (
+            f"too large for this machine; take smaller numbers ({str(error) or 'out of memory'})"
+        )
     print(f"splitkv {args.command}: {message}", file=sys.stderr)
     return 2

@@ -110,25 +110,27 @@ def _measure(args: argparse.Namespace, leads: bool) -> "StepBenchmark":
     from megatron_splitkv.bench.step_time import small_nodes
     from megatron_splitkv.cli.bench import parse_numbers
     from megatron_splitkv.comm.links import links_from
+    from megatron_splitkv.comm.topology import launched_ranks_per_node
 
     launched = launched_size() > 1
     on_gpus = launched and torch.cuda.is_available()
+    wanted = (PASSED if on_gpus else "nvlink-400g") if args.links is None else args.links
+    if on_gpus and wanted != PASSED:
+        raise ConfigError(f"--links {wanted} is for CPU ranks; on GPUs time is what passes")
+    links = None if wanted == PASSED else small_nodes(links_from(wanted), args.ranks_per_node)
     shape = StepShape(
         drafter=args.drafter,
         shrink=(1 if on_gpus else 4) if args.shrink is None else args.shrink,
         samples=args.samples,
         dtype=args.dtype,
         seed=args.seed,
+        ranks_per_node=launched_ranks_per_node() if links is None else links.ranks_per_node,
     )
     shapes = [
         replace(shape, context=context, queries=queries)
         for queries in parse_numbers("--queries", args.queries, _MOST_QUERIES)
         for context in parse_numbers("--contexts", args.contexts, _MOST_CONTEXT)
     ]
-    wanted = (PASSED if on_gpus else "nvlink-400g") if args.links is None else args.links
-    if on_gpus and wanted != PASSED:
-        raise ConfigError(f"--links {wanted} is for CPU ranks; on GPUs time is what passes")
-    links = None if wanted == PASSED else small_nodes(links_from(wanted), args.ranks_per_node)
     usual = str(launched_size() if launched else 4)
     ranks = parse_numbers("--ranks", args.ranks or usual, None if launched else _MOST_RANKS)
     with stage_bars(quiet=args.json or not leads) as stages, stages.stage("steps") as progress:

@@ -188,6 +188,10 @@ def transfer_seconds(links: Links, op: str, sent: Sequence[float]) -> float:
         return links.all_gather_seconds(whole, ranks)
     if op in ("broadcast", "reduce_sum"):
         return links.broadcast_seconds(whole, ranks)
+    if op == "all_to_all_inside":
+        return links.all_to_all_v_seconds(most, 0.0, links.ranks_in_node(ranks))
+    if op == "all_to_all_between":
+        return (links.nodes(ranks) - 1) * links.inter_latency + most / links.inter_bandwidth
     raise ValueError(f"{op} has no price among all ranks of a group")
 
 

@@ -55,7 +55,7 @@ class PlanFigures:
     Args:
         imbalance: of query-key pairs, max / mean - 1 over the ranks.
         tile_imbalance: the same, of the pairs in all kernel tiles that a rank computes; None where
-            ranks times draft rows are too many to count.
+            ranks times draft rows and different windows are too many to count.
         most_work: query-key pairs of the busiest rank, a mean over the layers.
         most_rows: context rows of the rank that has most.
         queries: share of all draft blocks that the rank with most of them attends if queries go
@@ -259,7 +259,7 @@ def _figures(
 
     rows = np.zeros(plan.cp_size, dtype=np.int64)
     np.add.at(rows, plan.chunk_owner, np.diff(plan.chunk_bounds))
-    draft_rows = plan.cp_size * plan.num_blocks * plan.block_size
+    draft_rows = plan.cp_size * plan.num_blocks * plan.block_size * len(set(plan.windows))
     return PlanFigures(
         imbalance=plan.imbalance,
         tile_imbalance=tile_imbalance(plan) if draft_rows <= _MOST_COUNTED else None,

@@ -96,6 +96,7 @@ class DFlashModelConfig(ModelConfig):
     splitkv_query_cast: str = "auto"
     splitkv_save: str = "gathered"
     splitkv_fp32_reduce: bool = False
+    splitkv_ranks_per_node: int | None = None
     # Where the frozen embedding and head come from, and the seed of the first weights: the
     # container's, which hands them over. Not part of what a saved configuration says.
     _store: FeatureStore | None = field(default=None, init=False, repr=False, compare=False)
@@ -144,6 +145,7 @@ class DFlashModelConfig(ModelConfig):
             query_cast=self.splitkv_query_cast,
             save=self.splitkv_save,
             fp32_reduce=self.splitkv_fp32_reduce,
+            ranks_per_node=self.splitkv_ranks_per_node,
         )
 
     def use(self, store: FeatureStore, init_seed: int) -> None:

@@ -1,7 +1,9 @@
 """One micro-batch through the drafter, and what the log says about it: Megatron's forward step."""
 
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -36,6 +38,8 @@ class ForwardStep:
     - ``plan wait ms``: how long a rank stood until its pack was read and planned.
     - ``bytes per layer``: what a rank sends in one layer, forward and backward.
 
+    It counts what is sent, and reads ahead, until it is closed or dropped or the process exits.
+
     Args:
         timers: returns Megatron's timers; by default its global ones.
     """
@@ -43,8 +47,11 @@ class ForwardStep:
     def __init__(self, timers: Callable[[], Any] = get_timers) -> None:
         self._timers = timers
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._meter = CommMeter()
-        self._meter.__enter__()  # for as long as the process trains
+        opened = ExitStack()
+        self._meter = opened.enter_context(CommMeter())
+        self._ahead: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
+        opened.callback(_close_all, self._ahead)
+        self._close = weakref.finalize(self, opened.close)
         self._plan_group: Any = None
         self._began = False
 
@@ -61,7 +68,8 @@ class ForwardStep:
         """
         timers = self._timers()
         timers("batch-generator", log_level=2).start()
-        read_ahead(data_iterator)
+        if (ahead := read_ahead(data_iterator)) is not None:
+            self._ahead.add(ahead)
         asked = time.perf_counter()
         item = next(data_iterator)
         waited = time.perf_counter() - asked
@@ -98,6 +106,10 @@ class ForwardStep:
         self._add_backward(loss, report["bytes per layer"], num_layers)
         return loss, partial(_loss_outputs, num_tokens, report)
 
+    def close(self) -> None:
+        """Leave the meter and end the threads that read ahead; the step cannot be used again."""
+        self._close()
+
     def _add_backward(self, loss: torch.Tensor, pair: torch.Tensor, num_layers: int) -> None:
         """Add to a layer's bytes what backward sends, when it has."""
 
@@ -115,7 +127,9 @@ class ForwardStep:
         return sum(r.bytes for r in self._meter.records if r.label in LAYER_LABELS)
 
 
-def read_ahead(data_iterator: Iterator[dict[str, torch.Tensor]]) -> None:
+def read_ahead(
+    data_iterator: Iterator[dict[str, torch.Tensor]],
+) -> Prefetch[dict[str, torch.Tensor]] | None:
     """Have the packs of Megatron's iterator read and planned on a thread, one ahead of the step.
 
     Done once for every iterator, those of evaluations too. Inside of what Megatron keeps for a
@@ -124,11 +138,20 @@ def read_ahead(data_iterator: Iterator[dict[str, torch.Tensor]]) -> None:
 
     Args:
         data_iterator: what Megatron hands to a forward step; changed in place.
+
+    Returns:
+        What reads ahead; None for an iterator of others.
     """
     if not isinstance(data_iterator, RerunDataIterator):
-        return
+        return None
     if not isinstance(data_iterator.iterable, Prefetch):
         data_iterator.iterable = Prefetch(data_iterator.iterable)
+    return data_iterator.iterable
+
+
+def _close_all(ahead: Iterable[Prefetch[Any]]) -> None:
+    for prefetch in list(ahead):
+        prefetch.close()
 
 
 def _loss_outputs(

@@ -72,7 +72,7 @@ def test_sources_follow_megatron_s_choice_of_balancing():
         ({"tokens": torch.zeros(2, 8)}, r"tokens of the micro-batch has shape \(2, 8\)"),
         ({"tokens": None}, "the micro-batch lacks 'tokens'"),
         (make_batch([1] * 8, [0, 4, 6]), "8 tokens, 6 of them in documents"),
-        (make_batch([1] * 8, [0, 3, 8]), "a document has 3 rows"),
+        (make_batch([1] * 8, [0, 3, 8]), "document 0 has 3 rows, no multiple of 4"),
     ],
 )
 def test_micro_batches_that_megatron_cannot_split_are_refused(batch, message):

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 
@@ -73,12 +74,33 @@ def test_no_more_than_depth_items_are_made_ahead(depth: int) -> None:
     prefetch.close()
 
 
+class Box:
+    pass
+
+
+def test_an_item_is_the_consumers_alone_while_the_next_one_is_made() -> None:
+    """A pack of features is large: one more of it must not stay behind."""
+    making, finish = threading.Event(), threading.Event()
+
+    def boxes() -> Iterator[Box]:
+        yield Box()
+        making.set()
+        assert finish.wait(SECONDS)
+
+    prefetch = Prefetch(boxes())
+    box = weakref.ref(next(prefetch))
+    assert making.wait(SECONDS)
+    gc.collect()
+    assert box() is None
+    finish.set()
+    assert list(prefetch) == []
+
+
 def test_waits_are_counted() -> None:
+    """But for the first one."""
     steps = Steps()
     prefetch = Prefetch(steps)
     waiting = threading.Event()
-    allow(steps, 1)
-    assert next(prefetch) == 0
     shelf = prefetch._shelf
     wait_for = shelf.changed.wait_for
 
@@ -88,12 +110,14 @@ def test_waits_are_counted() -> None:
         return wait_for(predicate, timeout)
 
     shelf.changed.wait_for = watched  # type: ignore[method-assign]
-    helper = threading.Thread(target=lambda: waiting.wait(SECONDS) and allow(steps, 1))
-    helper.start()
-    assert next(prefetch) == 1  # made only after it was asked for
-    helper.join()
-    assert prefetch.waits == 1
-    assert prefetch.seconds_waited > 0
+    for step in range(2):
+        waiting.clear()
+        helper = threading.Thread(target=lambda: waiting.wait(SECONDS) and allow(steps, 1))
+        helper.start()
+        assert next(prefetch) == step  # made only after it was asked for
+        helper.join()
+        assert prefetch.waits == step
+        assert prefetch.seconds_waited > 0
     prefetch.close()
 
 
@@ -107,10 +131,14 @@ def failing(error: BaseException) -> Iterator[int]:
 def test_an_exception_comes_in_its_turn_and_stays(error: BaseException) -> None:
     prefetch = Prefetch(failing(error), 4)
     assert [next(prefetch), next(prefetch)] == [0, 1]
-    for _ in range(2):
+    depths = []
+    for _ in range(3):
         with pytest.raises(type(error)) as caught:
             next(prefetch)
         assert caught.value is error
+        depths.append(len(traceback.extract_tb(caught.tb)))
+        assert caught.traceback[-1].name == "failing"  # where it was raised is still told
+    assert len(set(depths)) == 1
     thread = prefetch._shelf._thread
     assert thread is not None
     thread.join(SECONDS)
@@ -191,5 +219,39 @@ def test_a_process_may_exit_while_an_item_is_being_made() -> None:
 
 
 def test_a_depth_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="depth 0 must be at least 1"):
-        Prefetch(iter([]), 0)
+    for depth in (0, 1.5, True, "1"):
+        with pytest.raises(ValueError, match=f"depth {depth!r} must be at least 1, and an int"):
+            Prefetch(iter([]), depth)  # type: ignore[arg-type]
+
+
+FORKED = """
+import os
+from megatron_splitkv.batch.prefetch import Prefetch
+
+begun, unused = Prefetch(iter(range(9))), Prefetch(iter("child"))
+next(begun)
+if child := os.fork():
+    assert os.waitpid(child, 0) == (child, 0)
+    print(next(begun))
+else:
+    try:
+        next(begun)
+    except RuntimeError as error:
+        print(error)
+    begun.close()
+    print(*unused)
+"""
+
+
+def test_a_forked_process_is_told_that_the_thread_is_elsewhere() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=2 * SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    refused, unused, parent = done.stdout.splitlines()
+    assert refused.startswith("this prefetch began in process ")
+    assert (unused, parent) == ("c h i l d", "1")

@@ -51,6 +51,13 @@ def test_default_shape_has_the_papers_proportions():
     assert shape.plan(layout, 4, "none").imbalance == pytest.approx(0.6, abs=0.05)
 
 
+def test_no_more_anchors_than_tokens():
+    shape = BalanceShape(context=16, anchors=10**11)
+    assert shape.layout(1).num_blocks == 11  # 12 supervised, the last has nothing to predict
+    work = BalanceShape(context=2, anchors=1, ranks=(1,)).layout(1)
+    assert work.block_keep_mask.tolist() == [True]
+
+
 @pytest.mark.timeout(300)  # two processes import Megatron
 def test_command_trains_prints_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_splitkv.bench.balance.find_spec", lambda name: None)
@@ -88,9 +95,25 @@ def test_command_trains_prints_and_writes(tmp_path, capsys, monkeypatch):
         ("--context 0", "context 0 must be at least 1"),
         ("--block-size 1", "block_size is 1, it must be at least 2"),
         ("--seed -1", "seed -1 must not be negative"),
+        ("--seed 1000000000000000000000", "must not be negative, and below 2**31"),
+        ("--ranks 100000", "ranks [100000] must be at least 1, at most 64"),
+        ("--chunks-per-rank 1000000", "256 context rows are too few for 2 ranks of chunks_per_"),
+        (
+            "--ranks 64 --context 32",
+            "32 context rows are too few for 64 ranks of chunks",
+        ),
+        ("--context 100000000000", "GB together, and this machine has"),
+        ("--layers 100000000", "GB together, and this machine has"),
+        ("--hidden-size 12800000000", "GB together, and this machine has"),
+        ("--block-size 1000000000000", "GB together, and this machine has"),
+        ("--context 100000000 --anchors 100000000000", "take fewer ranks, samples, anchors"),
+        ("--context 1 --anchors 1 --ranks 1", "context 1 leaves no anchor and no work"),
     ],
 )
-def test_bad_input(options, message, capsys):
+def test_bad_input(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "megatron_splitkv.bench.balance.GlooPool", lambda ranks: pytest.fail("ranks were started")
+    )
     assert main(["bench", "balance", *SMALL, *options.split()]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1

@@ -14,6 +14,7 @@ from megatron_splitkv.bench.planning import (
     draw_samples,
 )
 from megatron_splitkv.cli import main
+from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import build_plan
 
 SMALL = ["--contexts=1024,4096", "--ranks=2,4", "--chunks-per-rank=4", "--seeds=2", "--scale-to=4"]
@@ -103,6 +104,18 @@ def test_without_kahypar_the_rest_runs(monkeypatch, capsys):
     assert "hypergraph is left out: it needs KaHyPar" in printed
 
 
+def test_hypergraph_is_left_out_beyond_64_ranks(monkeypatch):
+    monkeypatch.setattr("megatron_splitkv.bench.planning.find_spec", lambda name: name)
+    assert "hypergraph" in PlanningShape(ranks=(8, 64)).strategies
+    assert "hypergraph" not in PlanningShape(ranks=(8, 65)).strategies
+
+
+def test_chunks_are_checked_at_every_point():
+    PlanningShape((1024, 4096), (2, 4), chunks_per_rank=2048)
+    with pytest.raises(ConfigError, match="at most 2,048 for 4 samples of 4,096 tokens on 8 ranks"):
+        PlanningShape((4096,), (2, 8), chunks_per_rank=2049)
+
+
 def test_command_prints_and_writes(tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
     assert main(["bench", "plan", *SMALL, "--output", str(folder)]) == 0
@@ -123,9 +136,18 @@ def test_command_prints_and_writes(tmp_path, capsys):
         ("--seeds 0", "seeds 0 must be at least 1"),
         ("--chunks-per-rank 0", "chunks_per_rank 0 must be at least 1"),
         ("--scale-to 0", "scale_to 0 must be at least 1"),
+        ("--scale-to 1000000000", "scale_to: 1,000,000,000 must be at most 4,096"),
+        ("--contexts 10000000000000", "contexts: 10,000,000,000,000 must be at most 16,777,216"),
+        ("--ranks 1000000 --chunks-per-rank 1", "ranks: 1,000,000 must be at most 4,096"),
+        ("--chunks-per-rank 99999", "must be at most 2,048 for 4 samples of 1,024 tokens on 2"),
+        ("--ranks \u0663", "is not a list of numbers"),
     ],
 )
-def test_bad_input(options, message, capsys):
+def test_bad_input(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "megatron_splitkv.bench.planning.bench_planning",
+        lambda *args: pytest.fail("it was planned"),
+    )
     assert main(["bench", "plan", *SMALL, *options.split()]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1

@@ -29,7 +29,7 @@ from megatron_splitkv.comm.meter import Collective
 from megatron_splitkv.comm.virtual_clock import Moment
 from megatron_splitkv.config import CP_COMM_TYPES, ConfigError
 
-SHAPE = StepShape(context=2048, queries=64)  # Q:S 1:32
+SHAPE = StepShape(context=2048, queries=64, ranks_per_node=2)  # Q:S 1:32
 SHORT = replace(SHAPE, context=256)  # 1:4
 LINKS = small_nodes(PRESETS["nvlink-400g"], 2)
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_splitkv.cli import main
-from megatron_splitkv.cli.plan import parse_windows
+from megatron_splitkv.cli.plan import _strategies, parse_windows
+from megatron_splitkv.config import PLAN_STRATEGIES
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.testing.synthetic import make_synthetic_store
@@ -65,13 +66,20 @@ def test_table_and_pictures(tmp_path, capsys):
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys):
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "megatron_splitkv.plan.comparison.compare_strategies",
         lambda *args, **kwargs: pytest.fail("it was planned"),
     )
-    for file in ("plan.pdf", "no/such/folder/plan.png"):
+    (tmp_path / "plan.png").mkdir()
+    for file, message in (
+        ("plan.pdf", "plan.pdf: pictures are written as .png or .svg"),
+        ("", "no name: pictures are written as .png or .svg"),
+        ("no/such/folder/plan.png", "no/such/folder/plan.png: its folder does not exist"),
+        (str(tmp_path / "plan.png"), "plan.png is a folder; name a picture in it"),
+    ):
         assert main([*SMALL, "--draw", file]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_strategies_are_shown_in_the_order_asked_for(capsys):
@@ -96,10 +104,12 @@ def test_several_draws_have_means_and_a_worst_case(capsys):
     assert first[name] != second[name]
     assert figures[name] == pytest.approx((first[name] + second[name]) / 2)
     assert figures["worst"][name] == pytest.approx(max(first[name], second[name]))
-    assert main([*SMALL, "--steps", "2"]) == 0
+    both_shown = ["none", "lpt"]
+    assert main([*SMALL, "--steps", "2", "--strategies", ",".join(both_shown)]) == 0
     output = capsys.readouterr()
     assert "means of 2 micro-batches" in output.out
-    assert "2/2" in output.err  # the progress bar
+    # The progress bar: micro-batches, strategies, planned and counted through.
+    assert f"{2 * len(both_shown) * 2}/{2 * len(both_shown) * 2}" in output.err
 
 
 def test_windows_change_the_price(capsys):
@@ -109,6 +119,62 @@ def test_windows_change_the_price(capsys):
     work = "max_work_pairs"
     assert mixed["strategies"]["none"][work] < full["strategies"]["none"][work]
     assert parse_windows("None, 7") == (None, 7)
+
+
+def test_tiles_are_priced(capsys):
+    arguments = ["plan", "--documents", "2x4096", "--num-anchors", "64", "--cp-size", "4"]
+    arguments += ["--chunks-per-rank", "6", "--strategies", "zigzag,lpt"]
+    pairs, tiles = said_by(capsys, *arguments), said_by(capsys, *arguments, "--tiles")
+    assert (pairs["tiles"], tiles["tiles"]) == (False, True)
+    name = "max_context_rows"
+    assert pairs["strategies"]["zigzag"][name] == tiles["strategies"]["zigzag"][name]
+    assert pairs["strategies"]["lpt"][name] % 128
+    assert tiles["strategies"]["lpt"][name] % 128 == 0
+    assert main([*arguments, "--tiles"]) == 0
+    assert "chunks cut and priced by kernel tiles" in capsys.readouterr().out
+
+
+def test_hypergraph_waits_to_be_asked_beyond_64_ranks(monkeypatch):
+    monkeypatch.setattr("megatron_splitkv.cli.plan.find_spec", lambda name: name)
+    assert _strategies(None, 64) == ([*PLAN_STRATEGIES], None)
+    names, left_out = _strategies(None, 65)
+    assert names == [name for name in PLAN_STRATEGIES if name != "hypergraph"]
+    assert "more than 64 ranks" in left_out
+    assert "--strategies hypergraph" in left_out
+    assert _strategies("hypergraph", 65) == (["hypergraph"], None)
+
+
+def test_what_is_too_much_to_count_is_a_dash(monkeypatch, capsys):
+    monkeypatch.setattr("megatron_splitkv.plan.comparison._MOST_COUNTED", 0)
+    assert main([*SMALL, "--strategies", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert "-: ranks times blocks are too many to count that through" in printed
+    (row,) = [line.split() for line in printed.splitlines() if line.strip().startswith("none ")]
+    assert row.count("-") == 2
+    said = said_by(capsys, *SMALL, "--strategies", "none")["strategies"]["none"]
+    assert said["tile_imbalance_percent"] is said["queries_needed_percent"] is None
+
+
+def test_no_more_anchors_than_tokens_as_in_training(capsys):
+    arguments = ["plan", "--documents", "512,4", "--cp-size", "2", "--strategies", "none"]
+    said = [said_by(capsys, *arguments, "--num-anchors", n) for n in ("512", "1000000000")]
+    assert said[0]["blocks"] == said[1]["blocks"] == [385]
+
+
+def test_memory_that_is_not_there_is_one_line(monkeypatch, capsys):
+    for error, words in (
+        (MemoryError(), "(out of memory)"),
+        (OverflowError("Python int too large"), "(Python int too large)"),
+    ):
+
+        def fail(*args, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr("megatron_splitkv.plan.comparison.compare_strategies", fail)
+        assert main(SMALL) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("splitkv plan: too large for this machine; take smaller numbers")
+        assert words in last
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +218,63 @@ def test_a_store_is_packed_and_planned_as_in_training(store, tmp_path, capsys, m
     assert len(seen) == 2
 
 
+def test_chunks_fit_a_stores_packs_as_in_training(store, capsys):
+    arguments = ["plan", "--feature-store", str(store), "--seq-length", "96", "--cp-size", "2"]
+    arguments += ["--strategies", "none,lpt", "--block-size", "4"]
+    said = said_by(capsys, *arguments, "--chunks-per-rank", "1000", "--steps", "3")
+    assert max(said["context_lengths"]) // 2 < 1000
+    assert said["strategies"]["lpt"]["max_context_rows"] == pytest.approx(
+        np.mean([-(-length // 2) for length in said["context_lengths"]])
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--documents 4xfoo", "--documents '4xfoo' is not a list of lengths"),
-        ("--documents 0", "--documents '0' is not a list of lengths"),
+        ("--seq-length 96 --step 100000000000", "--step 100000000000 with --steps 1 is beyond"),
+        ("--seq-length 96 --step 2999 --steps 1000000", "beyond 1000 epochs"),
+        ("--seq-length 1", "--seq-length 1 must be at least --cp-size 2"),
+        ("--seq-length 100000000000000000000", "at most 67,108,864"),
+        ("--seq-length 96 --block-size 1000000000", "more than 16,777,216 draft rows"),
+    ],
+)
+def test_what_a_store_cannot_give(store, options, message, capsys):
+    arguments = ["plan", "--feature-store", str(store), "--cp-size", "2", *options.split()]
+    assert main([*arguments, "--json"]) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--documents 4xfoo", "--documents '4xfoo' is not a list of at most"),
+        ("--documents 0", "--documents '0' is not a list of at most"),
         ("--prompt-fraction 1", "--prompt-fraction 1.0 must be in [0, 1)"),
         ("--seed -1", "--seed -1 must not be negative"),
         ("--step -1", "--step -1 must not be negative"),
         ("--steps 0", "--steps 0 must be at least 1"),
-        ("--cp-size 0", "cp_size 0 must be at least 1"),
+        ("--cp-size 0", "--cp-size 0 must be at least 1"),
+        ("--cp-size 1000000000", "--cp-size 1000000000 must be at most 4096"),
+        ("--cp-size 1281", "--cp-size 1281 is more ranks than the 1,280 context rows"),
+        ("--documents 1000000000000x1", "'1000000000000x1' is not a list of at most 65,536"),
+        ("--documents 2x99999999999", "up to 67,108,864 tokens together"),
+        ("--documents 65537x1", "is not a list of at most 65,536 lengths"),
+        ("--documents 0x5", "--documents '0x5' is not a list"),
+        ("--documents \u0663", "is not a list"),
+        ("--documents 4096x16 --cp-size 129", "2 a rank of 4,096 documents on 129 ranks are more"),
+        ("--block-size 1000000000", "--block-size 1000000000 have more than 16,777,216 draft rows"),
+        ("--block-size 1000000000000000000000", "more than 16,777,216 draft rows"),
+        ("--documents 60000x300 --num-anchors 1000000000", "60,000 documents with 300 anchors"),
+        ("--num-anchors 0", "num_anchors 0 must be at least 1"),
+        ("--seed 1000000000000000000000", "must be in [0, 2**63)"),
+        ("--chunks-per-rank 321", "--chunks-per-rank 321 must be from 1 to 320"),
+        ("--chunks-per-rank 0", "--chunks-per-rank 0 must be from 1 to 320"),
+        ("--documents 1x9000000 --cp-size 1 --chunks-per-rank 1048577", "1,048,576 chunks"),
+        ("--windows 99999999999999999999999", "no window; write 'none'"),
+        ("--windows 2147483649", "at most 2,147,483,648"),
+        ("--windows \u0663", "is no window"),
+        (f"--windows {'none,' * 1024}none", "names 1,025 layers; at most 1,024"),
         ("--windows none,0", "--windows 'none,0': '0' is no window; write 'none'"),
         ("--windows full", "--windows 'full': 'full' is no window"),
         ("--strategies balanced,best", "--strategies 'best' is not known; choose one of: none"),
@@ -169,11 +282,11 @@ def test_a_store_is_packed_and_planned_as_in_training(store, tmp_path, capsys, m
         ("--draw no/such/folder/plan.png", "plan.png: its folder does not exist"),
         ("--seq-length 64", "--seq-length packs a feature store: give --feature-store too"),
         ("--feature-store no/such", "no/such"),
-        ("--source contiguous --documents 1281", "1281 rows, which do not divide"),
+        ("--source contiguous --documents 1281", "1281 rows, no multiple of 4 "),
     ],
 )
 def test_bad_input(options, message, capsys):
-    arguments = [*SMALL, *options.split()]
+    arguments = [*SMALL, "--json", *options.split()]
     if "--feature-store" in options:
         arguments = ["plan", "--seq-length", "64", *options.split()]
     assert main(arguments) == 2

@@ -192,8 +192,19 @@ def test_uneven_transfers_last_as_long_as_their_busiest_rank() -> None:
     ring = TWO_LEVELS.all_gather_seconds(48, 4)
     assert transfer_seconds(TWO_LEVELS, "all_gather_v", sent) == pytest.approx(ring)
     assert transfer_seconds(TWO_LEVELS, "all_to_all_v", [0.0] * 4) == 0.0
-    with pytest.raises(ValueError, match="all_to_all_inside has no price"):
-        transfer_seconds(TWO_LEVELS, "all_to_all_inside", sent)
+    with pytest.raises(ValueError, match="shift has no price"):
+        transfer_seconds(TWO_LEVELS, "shift", sent)
+
+
+def test_levels_of_a_return_go_over_their_own_links() -> None:
+    links = TWO_LEVELS
+    assert links.nodes(4) == links.ranks_in_node(4) == 2
+    inside = links.intra_latency + 36 / links.intra_bandwidth
+    between = links.inter_latency + 36 / links.inter_bandwidth
+    sent = [36.0, 0.0, 3.0, 9.0]
+    assert transfer_seconds(links, "all_to_all_inside", sent) == pytest.approx(inside)
+    assert transfer_seconds(links, "all_to_all_between", sent) == pytest.approx(between)
+    assert inside != between
 
 
 # On gloo ranks, with seconds of computation that the test chooses

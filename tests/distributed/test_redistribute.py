@@ -175,6 +175,7 @@ def _ways_worked_out() -> tuple[int, list[bool]]:
         count = made.call_count
         redistribute_rows(x, ContextPlan.from_arrays(plan.to_arrays()), source, group)
         assert made.call_count == count + 1
+    made.reset_mock()  # it remembers what it was called with
     ends = [weakref.ref(source), weakref.ref(plan)]
     gone = []
     del case, source

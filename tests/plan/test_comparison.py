@@ -79,6 +79,58 @@ def test_figures_by_definition(strategy):
         assert share == pytest.approx(np.mean(needed, axis=0).max() / plan.num_blocks)
 
 
+def test_chunks_fit_a_short_micro_batch_as_in_training():
+    batch = fig5_batch()
+    result = compare_strategies([batch], 4, ["lpt"], chunks_per_rank=100)
+    fits = build_plan(batch.layout, 24, 4, strategy="lpt", chunks_per_rank=24 // 4)
+    assert result.plans["lpt"].digest == fits.digest
+    assert result.chunks_per_rank == 100
+
+
+def test_tiles_are_priced_where_asked_for():
+    layout, length = layout_of([(1000, list(range(10, 990, 7)), 0)], block_size=16)
+    batch = MicroBatch(layout, np.array([0, length]))
+    plans = {
+        tiles: compare_strategies([batch], 4, ["lpt"], tiles=tiles).plans["lpt"]
+        for tiles in (False, True)
+    }
+    for tiles, plan in plans.items():
+        expected = build_plan(layout, length, 4, strategy="lpt", tiles=tiles)
+        assert plan.digest == expected.digest
+    assert plans[False].digest != plans[True].digest
+
+
+def test_figures_that_would_take_too_long_are_left_out(monkeypatch):
+    import megatron_splitkv.plan.comparison as comparison
+
+    def figures():
+        windows = (None, 6)
+        result = compare_strategies([fig5_batch()], 4, ["lpt"], chunks_per_rank=3, windows=windows)
+        return result.figures["lpt"][0], result.plans["lpt"]
+
+    of, plan = figures()
+    rows = 4 * plan.num_blocks * plan.block_size * 2  # two windows
+    chunks_and_blocks = 4 * (12 + plan.num_blocks)
+    for most in (rows, rows - 1, chunks_and_blocks, chunks_and_blocks - 1):
+        monkeypatch.setattr(comparison, "_MOST_COUNTED", most)
+        less, _ = figures()
+        assert less.tile_imbalance == (of.tile_imbalance if most >= rows else None)
+        assert less.queries == (of.queries if most >= chunks_and_blocks else None)
+        assert less.imbalance == of.imbalance
+
+
+def test_batches_are_asked_for_one_by_one():
+    said = []
+
+    def batches():
+        for number in range(2):
+            said.append(f"batch {number}")
+            yield fig5_batch()
+
+    compare_strategies(batches(), 4, ["none", "lpt"], one_more=lambda: said.append("."))
+    assert said == ["batch 0", *"....", "batch 1", *"...."]
+
+
 def _own(plan):
     return np.array([np.isin(np.arange(plan.num_blocks), plan.blocks(r)) for r in range(4)])
 
@@ -128,7 +180,7 @@ def test_where_the_rows_were(bounds, kind, words):
 
 def test_an_impossible_source_is_refused():
     layout, _ = layout_of([(21, [4], 0)], block_size=2)
-    with pytest.raises(ConfigError, match="21 rows, which do not divide"):
+    with pytest.raises(ConfigError, match="21 rows, no multiple of 4 "):
         find_source(MicroBatch(layout, np.array([0, 21])), 4, "contiguous")
 
 

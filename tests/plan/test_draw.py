@@ -70,9 +70,11 @@ def test_work_and_waiting_of_every_rank(tmp_path, saved_figures):
     layout, length = fig5_layout()
     draw_plans([build_plan(layout, length, 4, strategy="zigzag")], tmp_path / "plan.png")
     (panel,) = work_panels(saved_figures[0])
-    widths = np.array([bar.get_width() for bar in panel.patches]).reshape(3, 4) * 36 / 100
+    bars = [bar.get_data() for bar in panel.patches]  # one artist a colour, however many ranks
+    assert [bar.edges.tolist() for bar in bars] == [[-0.5, 0.5, 1.5, 2.5, 3.5]] * 3
+    lefts = np.array([bar.baseline for bar in bars]) * 36 / 100
+    widths = np.array([bar.values for bar in bars]) * 36 / 100 - lefts
     assert widths == pytest.approx(np.array([[24, 24, 30, 34], [8] * 4, [10, 10, 4, 0]]))
-    lefts = np.array([bar.get_x() for bar in panel.patches]).reshape(3, 4) * 36 / 100
     assert lefts[2] == pytest.approx([32, 32, 38, 42])
     assert panel.get_ylim() == (3.5, -0.5)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_splitkv.comm import CommMeter, all_reduce_sum
+from megatron_splitkv.comm.meter import _ENTERED
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import ContextPlan, build_plan
@@ -153,9 +154,21 @@ def _train(folder: Path, wrong: tuple[int, int] | None) -> tuple[int, str, list[
         message = str(error)
     except StopIteration:
         pass
-    iterator.iterable.close()
-    step._meter.__exit__(None, None, None)
+    step.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(iterator)  # type: ignore[call-overload]
+    assert not _ENTERED
     return drafter.passes, message, sent, logged
+
+
+def test_a_dropped_step_no_longer_counts() -> None:
+    from megatron_splitkv.train.forward_step import ForwardStep
+
+    before = len(_ENTERED)
+    step = ForwardStep(_Timers())  # type: ignore[arg-type]
+    assert len(_ENTERED) == before + 1
+    del step
+    assert len(_ENTERED) == before
 
 
 def test_another_plan_at_any_step_stops_every_rank_before_anything_else_is_sent(
