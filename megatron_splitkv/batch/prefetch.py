@@ -103,7 +103,7 @@ class _Shelf[T]:
         return True
 
     def _began_elsewhere(self) -> bool:
-        return False
+        return self._process not in (None, os.getpid())
 
     def has_answer(self) -> bool:
         """Whether a consumer that waits can go on."""

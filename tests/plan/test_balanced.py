@@ -69,7 +69,7 @@ def test_contiguous_rows_are_a_candidate():
 
 def test_rounds_from_own_work_on_are_a_candidate():
     """Three ranks of two chunks; without it the heaviest has 28."""
-    work, own_work = np.array([6, 1, 5, 6, 9, 11]), np.array([14, 0, 17])
+    work, own_work = np.array([6, 9, 5, 1, 6, 11]), np.array([14, 0, 17])
     assert heaviest(assign_balanced(work, own_work, 2), work, own_work) == 25
 
 

@@ -101,7 +101,8 @@ class _Drafter(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.pg_collection = SimpleNamespace(tp_cp=dist.group.WORLD)
-        attention = SimpleNamespace(options=SimpleNamespace(query_cast="all"))
+        options = SimpleNamespace(query_cast="all")
+        attention = SimpleNamespace(options=options, strategy="splitkv")
         layer = SimpleNamespace(self_attention=attention)
         self.decoder = SimpleNamespace(layers=[layer])
         self.dflash = SimpleNamespace(num_layers=1)
