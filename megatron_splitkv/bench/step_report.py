@@ -63,17 +63,17 @@ def _traffic_table(point: StepPoint) -> Table:
     """What moves and what lies in memory; 80 columns, as the other table."""
     table = Table(title=_title(point), box=SIMPLE_HEAD)
     table.add_column("method", no_wrap=True)
-    table.add_column("placement", no_wrap=True)
-    for column in ("MiB", "calls", "peak MiB", "imbal."):
-        table.add_column(column, justify="right")
+    table.add_column("rows", no_wrap=True)
+    for column in ("MiB", "calls", "peak", "imb. %"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, run in point.runs.items():
         table.add_row(
             name,
-            _placement(run.method),
+            _rows(run.method),
             f"{np.mean(run.bytes) / 2**20:.2f}{'' if run.as_formula else ' (!)'}",
             str(run.calls),
             f"{max(run.peak_bytes) / 2**20:.1f}",
-            f"{100 * run.imbalance:.1f} %",
+            f"{100 * run.imbalance:.1f}",
             style="bold" if run is point.ours else None,
         )
     return table
@@ -84,16 +84,15 @@ def _time_table(point: StepPoint) -> Table:
         title="attention + communication, forward and backward: medians (range)", box=SIMPLE_HEAD
     )
     table.add_column("method", no_wrap=True)
-    for column in ("ms", "x Split-KV", "CPU s, mean / max", "whole layer, ms"):
-        table.add_column(column, justify="right")
+    for column in ("ms", "x Split-KV", "CPU s", "layer"):
+        table.add_column(column, justify="right", no_wrap=True)
     unit = _unit(point)
     for name, run in point.runs.items():
-        times = Spread.of(run.seconds() * unit)
         ratio = Spread.of(run.seconds() / point.ours.seconds())
         cpu = run.cpu_seconds.mean(axis=0)
         table.add_row(
             name,
-            f"{_number(times.median)} ({_number(times.low)} to {_number(times.high)})",
+            _number(float(np.median(run.seconds())) * unit),
             "1"
             if run is point.ours
             else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
@@ -108,8 +107,9 @@ def _notes(point: StepPoint) -> list[str]:
     runs = list(point.runs.values())
     wrong = [name for name, run in point.runs.items() if not run.as_formula]
     notes = [
-        "MiB and calls of a rank: "
+        "MiB, calls and peak MiB of a rank, sent and called "
         + (f"NOT by the formula for {', '.join(wrong)}" if wrong else "equal to the formulas")
+        + "; mirrored: draft blocks; CPU s: mean and busiest rank; layer: ms of a whole one"
         + "; largest difference of outputs to Split-KV's: "
         + f"{max(run.difference for run in runs):.1e}"
     ]
@@ -291,10 +291,14 @@ def _name(method: Method, point: StepPoint) -> str:
 
 
 def _placement(method: Method) -> str:
-    if method.strategy == "splitkv":
-        return f"{method.plan}; {method.gather} + {method.scatter}"
+    rows = _rows(method)
+    return f"{rows}; {method.gather} + {method.scatter}" if method.strategy == "splitkv" else rows
+
+
+def _rows(method: Method) -> str:
+    """Where context rows are, and draft blocks if not in their order."""
     plan = {"none": "contiguous"}.get(method.plan, method.plan)
-    return f"{plan}; mirrored blocks" if method.mirrored else plan
+    return f"{plan}, mirrored" if method.mirrored else plan
 
 
 def _number(milliseconds: float) -> str:
