@@ -34,7 +34,7 @@ def row_exchange(
         ranks_per_node: see `comm.ranks_on_node`; of a cast ``all``, whose returns take two levels.
     """
     kept = _EXCHANGES.setdefault(plan, {})
-    key = (group, device, cast, window if cast == "group" else ranks_per_node)
+    key = (group, device, cast, ranks_per_node, window if cast == "group" else None)
     if key not in kept:
         kept[key] = _build(plan, group, device, cast, window, ranks_per_node)
     return kept[key]

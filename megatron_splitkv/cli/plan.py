@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "--chunks-per-rank",
         type=int,
         metavar="J",
-        help="default: as many as leave a chunk 128 rows long, at most 32",
+        help="default: as many as leave a chunk 128 rows long, at least 4 and at most 32",
     )
     parser.add_argument(
         "--windows",

@@ -19,6 +19,7 @@ from typing import Any, Self
 from megatron_splitkv.config import ConfigError
 
 _COUNTS = ("nics_per_node", "ranks_per_node")
+_LARGEST = 1e24  # of any number in a file: far from what arithmetic would overflow at
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Links:
             if isinstance(value, bool) or not isinstance(value, kinds):
                 kind = "a whole number" if field.name in _COUNTS else "a number"
                 raise ConfigError(f"links: {field.name} {value!r} must be {kind}")
+            if math.inf > value > _LARGEST:
+                raise ConfigError(f"links: {field.name} must be at most {_LARGEST:g}")
             lowest_is_zero = field.name.endswith("latency")
             if not math.isfinite(value) or value < 0 or (value == 0 and not lowest_is_zero):
                 limit = "zero or more" if lowest_is_zero else "more than zero"
@@ -182,7 +185,7 @@ class Links:
         """
         try:
             values: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"links: not JSON ({error})") from error
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict):

@@ -26,6 +26,7 @@ from megatron_splitkv.attention.kernels import Kernel, select_kernel
 from megatron_splitkv.attention.layer_shape import LayerShape
 from megatron_splitkv.attention.placement import Places, choose_places
 from megatron_splitkv.attention.strategies import SplitKVAttention, check_heads
+from megatron_splitkv.comm import ranks_on_node
 from megatron_splitkv.drafter.rope import apply_rotary
 from megatron_splitkv.plan import AttentionPlan
 
@@ -207,6 +208,12 @@ class DFlashAttention(Attention):
         return tensor_parallel.reduce_from_tensor_model_parallel_region(
             summed, group=self.tp_group
         ), None
+
+    @property
+    def communication(self) -> str:
+        """Strategy, options and levels, in words that are equal on ranks that fit together."""
+        near = ranks_on_node(self.core_attention.cp_group, self.options.ranks_per_node)
+        return f"{self.strategy} {self.options} over {near} ranks a node"
 
     def places(self, plan: AttentionPlan, like: torch.Tensor) -> Places:
         """Where this layer gathers queries and scatters outputs for a micro-batch.

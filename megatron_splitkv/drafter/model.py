@@ -164,6 +164,11 @@ class DFlashModel(MegatronModule):
         """Where the layers gather queries and scatter outputs for a micro-batch."""
         return self.decoder.layers[0].self_attention.places(plan, self.fc.weight)
 
+    @property
+    def communication(self) -> str:
+        """How the layers communicate, in words that are equal on ranks that fit together."""
+        return "; ".join(layer.self_attention.communication for layer in self.decoder.layers)
+
     def draft(self, batch: Mapping[str, torch.Tensor], plan: ContextPlan) -> torch.Tensor:
         """Return the final hidden states of this rank's draft rows, ready for the target's head.
 

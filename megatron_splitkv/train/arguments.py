@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         metavar="J",
         help="Context chunks that each rank gets. Default: as many as keep a chunk one kernel "
-        "tile long, at most 32.",
+        "tile long, at least 4 and at most 32; packs too short for the wish take fewer.",
     )
     group.add_argument(
         "--attention-kernel",

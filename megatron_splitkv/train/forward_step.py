@@ -53,6 +53,7 @@ class ForwardStep:
         opened.callback(_close_all, self._ahead)
         self._close = weakref.finalize(self, opened.close)
         self._plan_group: Any = None
+        self._communication = ""
         self._began = False
 
     def __call__(
@@ -82,7 +83,8 @@ class ForwardStep:
         drafter = unwrap_model(model)
         if not self._began:
             self._plan_group = host_group(drafter.pg_collection.tp_cp)
-        check_same_plan(plan, self._plan_group)
+            self._communication = drafter.communication
+        check_same_plan(plan, self._plan_group, self._communication)
         if not self._began:
             self._began = True
             places, attention = drafter.places(plan), drafter.decoder.layers[0].self_attention

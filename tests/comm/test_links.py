@@ -126,6 +126,9 @@ def _with(**changes: object) -> str:
         (_with(nic_bandwidth="fast"), "nic_bandwidth 'fast' must be a number"),
         (_with(nics_per_node=True), "nics_per_node True must be a whole number"),
         (_with(name=""), "name ''"),
+        ("[" * 100_000, "not JSON"),
+        (_with(ranks_per_node=10**400), "ranks_per_node must be at most"),
+        (_with(nic_bandwidth=10**400), "nic_bandwidth must be at most"),
     ],
 )
 def test_bad_files_are_named_in_one_line(tmp_path: Path, text: str, message: str) -> None:

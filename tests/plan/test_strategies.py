@@ -97,6 +97,18 @@ def test_a13_default_chunks_are_balanced(strategy):
     assert 1 + plan.imbalance <= 1.07
 
 
+@pytest.mark.parametrize(("length", "cp_size"), [(2000, 8), (4096, 32), (8192, 64), (300, 4)])
+def test_short_packs_are_balanced_by_default(length, cp_size):
+    """Fewer rows a rank than two kernel tiles: chunks are cut shorter, not balance given up."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        anchors = np.sort(rng.choice(np.arange(length // 4, length - 1), 60, replace=False))
+        layout = BlockLayout(anchors, np.zeros(60, np.int64), np.ones(60, bool), 16)
+        plan = build_plan(layout, length, cp_size)
+        assert plan.imbalance < 0.05
+        assert build_plan(layout, length, cp_size, chunks_per_rank=1).imbalance > 0.1
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a13_every_rank_computes_the_same_plan(strategy):
     layout, length = a13_layout()
@@ -226,9 +238,17 @@ def test_context_shorter_than_the_group(strategy):
 
 @pytest.mark.parametrize(
     ("length", "cp_size", "expected"),
-    [(0, 4, 1), (511, 4, 1), (1024, 4, 2), (4096, 4, 8), (16_383, 4, 31), (2**20, 8, 32)],
+    [
+        (0, 4, 1),
+        (11, 4, 2),
+        (511, 4, 4),
+        (3072, 4, 6),
+        (4096, 4, 8),
+        (16_383, 4, 31),
+        (2**20, 8, 32),
+    ],
 )
-def test_default_chunks_are_one_kernel_tile_or_longer(length, cp_size, expected):
+def test_default_chunks_are_one_kernel_tile_or_longer_if_four_remain(length, cp_size, expected):
     layout = BlockLayout([], [], [], 16)
     plan = build_plan(layout, length, cp_size, strategy="lpt")
     assert plan.chunk_owner.size == cp_size * expected

@@ -63,12 +63,38 @@ def test_ranks_with_other_plans_are_named_on_every_rank_alike(store: FeatureStor
         assert set(calls) == {1}
         assert len(set(messages)) == 1
         if expected:
-            rest = f" drew other anchors or another plan than the rest of the {len(ranks)} ranks"
+            rest = (
+                " drew other anchors or another plan, or would communicate otherwise, than the "
+                f"rest of the {len(ranks)} ranks"
+            )
             assert messages[0].startswith(expected + rest)
             # One line, whether or not the node's first rank is among them.
             assert speakers == (True, *[False] * (len(ranks) - 1))
         else:
             assert messages[0] == ""
+
+
+def _compare_ways(plan: dict[str, object], ways: list[str]) -> str:
+    from megatron_splitkv.train.same_plan import PlansDifferError, check_same_plan
+
+    group = subgroup([0, 1, 2])
+    if dist.get_rank() == 3:
+        return ""
+    try:
+        check_same_plan(ContextPlan.from_arrays(plan), group, ways[group.rank()])
+    except PlansDifferError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_communicate_otherwise_are_named(store: FeatureStore) -> None:
+    plan = _plan(_dataset(store, 0, 3)[0]).to_arrays()
+    same = gloo_pool(4).run(_compare_ways, plan, ["splitkv over 2"] * 3)
+    assert same == [""] * 4
+    ways = ["splitkv over 2", "splitkv over 2", "splitkv over 1"]
+    answers = gloo_pool(4).run(_compare_ways, plan, ways)[:3]
+    assert len(set(answers)) == 1
+    assert answers[0].startswith("rank 2 drew other anchors or another plan, or would communicate")
 
 
 def _host_group() -> tuple[str, list[int], int, bool]:
@@ -106,6 +132,7 @@ class _Drafter(torch.nn.Module):
         layer = SimpleNamespace(self_attention=attention)
         self.decoder = SimpleNamespace(layers=[layer])
         self.dflash = SimpleNamespace(num_layers=1)
+        self.communication = "splitkv"
         self.passes = 0
 
     def places(self, plan: ContextPlan) -> Any:
@@ -178,7 +205,8 @@ def test_another_plan_at_any_step_stops_every_rank_before_anything_else_is_sent(
     for passes, message, sent, _ in gloo_pool(4).run(_train, store.path, (2, 3)):
         assert passes == 3
         assert message.startswith(
-            "rank 2 drew other anchors or another plan than the rest of the 4 "
+            "rank 2 drew other anchors or another plan, or would communicate otherwise, than the "
+            "rest of the 4 "
         )
         assert sent == ["plan_digest"]
 
