@@ -19,7 +19,7 @@ from typing import Any, Self
 from megatron_splitkv.config import ConfigError
 
 _COUNTS = ("nics_per_node", "ranks_per_node")
-_LARGEST = 1e24  # of any number in a file: far from what arithmetic would overflow at
+_LARGEST = 1e36  # of any number in a file: far from what arithmetic would overflow at
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def test_rows_blocks_and_prices(batch, strategy, windows):
     np.testing.assert_array_equal(blocks, np.arange(plan.layout.num_blocks))
     if strategy in WITH_J_CHUNKS:
         count = np.bincount(plan.chunk_owner, minlength=cp_size)
-        assert set(count.tolist()) == {per_rank or 1}
+        by_rule = max(1, min(4, length // cp_size))  # of contexts below 5 kernel tiles a rank
+        assert set(count.tolist()) == {per_rank or by_rule}
 
     def seen(positions, window):
         if window is None:
