@@ -182,9 +182,9 @@ def transfer_seconds(links: Links, op: str, sent: Sequence[float]) -> float:
     whole = most * ranks / (ranks - 1)
     if op in ("all_reduce_max", "all_reduce_sum"):
         return links.all_reduce_seconds(whole / 2, ranks)
-    if op in ("all_to_all", "all_to_all_v"):
+    if op in ("all_to_all", "all_to_all_v", "all_gather_v"):  # pair by pair
         return links.all_to_all_seconds(whole, ranks)
-    if op in ("all_gather", "all_gather_v"):
+    if op == "all_gather":
         return links.all_gather_seconds(whole, ranks)
     if op in ("broadcast", "reduce_sum"):
         return links.broadcast_seconds(whole, ranks)
