@@ -139,6 +139,23 @@ class AttentionPlan(ABC):
             ),
         )
 
+    def pair_staircase(
+        self, keys_of: int, queries_of: int, limits: LeafLimits, window: int | None = None
+    ) -> Staircase:
+        """Visibility of one rank's keys to one rank's own blocks, not counting keys of the blocks.
+
+        Args:
+            keys_of: the rank whose keys.
+            queries_of: the rank whose blocks.
+            limits: see `staircase`.
+            window: of the layer.
+        """
+        own = np.arange(self.blocks_per_rank) + queries_of * self.blocks_per_rank
+        return self._kept(
+            ("pair", keys_of, queries_of, limits, window),
+            lambda: self.build_staircase(keys_of, own, limits, window),
+        )
+
     def own_staircase(self, rank: int, window: int | None = None) -> Staircase | None:
         """Visibility of the rank's own blocks to themselves: its own rows, and keys of those rows.
 

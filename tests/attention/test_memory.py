@@ -19,7 +19,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, build_plan
 from megatron_splitkv.testing import gloo_pool, subgroup
-from tests.attention.live_storages import LiveStorages
+from megatron_splitkv.testing.live_storages import LiveStorages
 
 B = 16
 SIZES = AttentionSizes(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.memory import AttentionSizes
 from megatron_splitkv.drafter.memory import layer_saved
-from tests.attention.live_storages import LiveStorages
+from megatron_splitkv.testing.live_storages import LiveStorages
 from tests.drafter.harness import TINY, build_model, make_sample, on_ranks, parallel_state
 
 OPTIONS = [

@@ -14,7 +14,6 @@ Shape legend: Q_p query rows and S_p context rows of rank p, n_q and n_kv heads,
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,6 @@ from megatron_splitkv.plan import ContextPlan, Staircase
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Saved = tuple[torch.Tensor, ...]
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-_STAIRCASES: WeakKeyDictionary[ContextPlan, dict[Any, Staircase]] = WeakKeyDictionary()
 
 
 class PeerStrategy(ABC):
@@ -111,13 +108,7 @@ class PeerStrategy(ABC):
 
     def staircase(self, keys_of: int, queries_of: int) -> Staircase:
         """Visibility of one rank's context rows to one rank's own blocks."""
-        limits = self.kernel.LEAF_LIMITS
-        kept = _STAIRCASES.setdefault(self.plan, {})
-        key = (keys_of, queries_of, limits, self.window)
-        if key not in kept:
-            blocks = self.plan.blocks(queries_of)
-            kept[key] = self.plan.build_staircase(keys_of, blocks, limits, self.window)
-        return kept[key]
+        return self.plan.pair_staircase(keys_of, queries_of, self.kernel.LEAF_LIMITS, self.window)
 
     def own_staircase(self, rank: int) -> Staircase:
         """Visibility of a rank's own blocks to themselves."""
