@@ -87,6 +87,37 @@ class Links:
         """Bytes/s that one rank sends to other nodes, one direction, while all ranks do."""
         return self.node_bandwidth / self.ranks_per_node
 
+    def collective_seconds(self, op: str, sent: float, ranks: int) -> float:
+        """One collective, from what `comm.meter` says that each of P ranks sends in it.
+
+        Args:
+            op: of the meter, or ``reduce_scatter`` or ``all_reduce``; not ``shift``, which is no
+                matter of all ranks.
+            sent: bytes of one rank; of the busiest where ranks send unevenly.
+            ranks: P, two or more.
+
+        Raises:
+            ValueError: another op.
+        """
+        whole = sent * ranks / (ranks - 1)  # of a buffer of which a rank sends all but its part
+        match op:
+            case "all_gather":
+                return self.all_gather_seconds(whole, ranks)
+            case "reduce_scatter":
+                return self.reduce_scatter_seconds(whole, ranks)
+            case "all_to_all" | "all_to_all_v" | "all_gather_v":  # uneven shards go pair by pair
+                return self.all_to_all_seconds(whole, ranks)
+            case "all_reduce" | "all_reduce_max" | "all_reduce_sum":  # counted there and back
+                return self.all_reduce_seconds(whole / 2, ranks)
+            case "broadcast" | "reduce_sum":
+                return self.broadcast_seconds(whole, ranks)
+            case "all_to_all_inside":
+                return self.all_to_all_v_seconds(sent, 0.0, self.ranks_in_node(ranks))
+            case "all_to_all_between":
+                latency = (self.nodes(ranks) - 1) * self.inter_latency
+                return latency + sent / self.inter_bandwidth
+        raise ValueError(f"{op} has no price among all ranks of a group")
+
     # Times of patterns
 
     def all_gather_seconds(self, nbytes: float, ranks: int) -> float:

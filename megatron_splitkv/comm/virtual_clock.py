@@ -176,23 +176,9 @@ def transfer_seconds(links: Links, op: str, sent: Sequence[float]) -> float:
     Raises:
         ValueError: another op, as those of a part of the group.
     """
-    ranks, most = len(sent), max(sent)
-    if most == 0:  # an empty tensor is not sent
-        return 0.0
-    whole = most * ranks / (ranks - 1)
-    if op in ("all_reduce_max", "all_reduce_sum"):
-        return links.all_reduce_seconds(whole / 2, ranks)
-    if op in ("all_to_all", "all_to_all_v", "all_gather_v"):  # pair by pair
-        return links.all_to_all_seconds(whole, ranks)
-    if op == "all_gather":
-        return links.all_gather_seconds(whole, ranks)
-    if op in ("broadcast", "reduce_sum"):
-        return links.broadcast_seconds(whole, ranks)
-    if op == "all_to_all_inside":
-        return links.all_to_all_v_seconds(most, 0.0, links.ranks_in_node(ranks))
-    if op == "all_to_all_between":
-        return (links.nodes(ranks) - 1) * links.inter_latency + most / links.inter_bandwidth
-    raise ValueError(f"{op} has no price among all ranks of a group")
+    most = max(sent)
+    # An empty tensor is not sent.
+    return links.collective_seconds(op, most, len(sent)) if most else 0.0
 
 
 # A rank between two waits: yields the number of the collective it waits for, is sent its end.

@@ -20,7 +20,7 @@ def move_seconds(
             other uneven exchanges go to all ranks alike.
 
     Raises:
-        KeyError: an op without a formula.
+        ValueError: an op without a formula.
     """
     far_share = None if cast is None else cast.inter / max(1, cast.intra + cast.inter)
     return transfers.move_seconds(
