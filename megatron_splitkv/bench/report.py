@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -160,3 +160,30 @@ def write_report(
     for partial, file in zip(aside, files, strict=True):
         os.replace(partial, file)
     return files
+
+
+class Result(Protocol):
+    """What a benchmark found."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        ...
+
+
+def reported[T: Result](
+    name: str, result: T, show: Callable[[T], None], draw: Callable[[T, Path], None]
+) -> tuple[dict[str, Any], Callable[[], None], Callable[[str], list[Path]]]:
+    """A result for a program, for a person, and a way to write both into a folder.
+
+    Args:
+        name: of the files, see `write_report`.
+        result: of the benchmark.
+        show: prints it.
+        draw: writes its PNG.
+    """
+    content = result.to_json()
+    return (
+        content,
+        lambda: show(result),
+        lambda folder: write_report(folder, name, content, lambda path: draw(result, path)),
+    )

@@ -174,7 +174,7 @@ def _run_attention(args: argparse.Namespace) -> Outcome:
 def _run_plan(args: argparse.Namespace) -> Outcome:
     from megatron_splitkv.bench.planning import PlanningShape, bench_planning
     from megatron_splitkv.bench.planning_report import draw_planning, print_planning
-    from megatron_splitkv.bench.report import write_report
+    from megatron_splitkv.bench.report import reported
 
     shape = PlanningShape(
         contexts=parse_numbers("--contexts", args.contexts),
@@ -185,20 +185,13 @@ def _run_plan(args: argparse.Namespace) -> Outcome:
     )
     with stage_bars(quiet=args.json) as stages, stages.stage("plans") as progress:
         result = bench_planning(shape, progress)
-    content = result.to_json()
-    return (
-        content,
-        lambda: print_planning(result),
-        lambda folder: write_report(
-            folder, "plan", content, lambda path: draw_planning(result, path)
-        ),
-    )
+    return reported("plan", result, print_planning, draw_planning)
 
 
 def _run_balance(args: argparse.Namespace) -> Outcome:
     from megatron_splitkv.bench.balance import BalanceShape, bench_balance
     from megatron_splitkv.bench.balance_report import draw_balance, print_balance
-    from megatron_splitkv.bench.report import write_report
+    from megatron_splitkv.bench.report import reported
 
     shape = BalanceShape(
         ranks=parse_numbers("--ranks", args.ranks),
@@ -214,14 +207,7 @@ def _run_balance(args: argparse.Namespace) -> Outcome:
     )
     with stage_bars(quiet=args.json) as stages, stages.stage("steps") as progress:
         result = bench_balance(shape, progress)
-    content = result.to_json()
-    return (
-        content,
-        lambda: print_balance(result),
-        lambda folder: write_report(
-            folder, "balance", content, lambda path: draw_balance(result, path)
-        ),
-    )
+    return reported("balance", result, print_balance, draw_balance)
 
 
 def parse_numbers(option: str, text: str, most: int | None = None) -> tuple[int, ...]:

@@ -72,22 +72,14 @@ def run_links(args: argparse.Namespace) -> Any:
     if args.save:
         result.links.save(args.save)
     from megatron_splitkv.bench.links_report import draw_links, print_links
-    from megatron_splitkv.bench.report import write_report
+    from megatron_splitkv.bench.report import reported
 
-    content = result.to_json()
-
-    def show() -> None:
+    def show(result: "LinksBenchmark") -> None:
         print_links(result)
         if args.save:
             print(f"saved: {args.save}; use it with --links {args.save}")
 
-    return (
-        content,
-        show,
-        lambda folder: write_report(
-            folder, "links", content, lambda path: draw_links(result, path)
-        ),
-    )
+    return reported("links", result, show, draw_links)
 
 
 def _measure(args: argparse.Namespace, launched: bool, rank: int) -> "LinksBenchmark":

@@ -80,7 +80,7 @@ def run_step(
         ConfigError: of a launched group on rank 0; the others leave with the same code in silence.
     """
     from megatron_splitkv.bench.ranks import launched_rank
-    from megatron_splitkv.bench.report import write_report
+    from megatron_splitkv.bench.report import reported
     from megatron_splitkv.bench.step_report import draw_steps, print_steps
 
     leads = launched_rank() == 0
@@ -93,12 +93,7 @@ def run_step(
     if not leads:
         args.json, args.output = False, None
         return {}, lambda: None, lambda folder: []
-    content = result.to_json()
-    return (
-        content,
-        lambda: print_steps(result),
-        lambda folder: write_report(folder, "step", content, lambda path: draw_steps(result, path)),
-    )
+    return reported("step", result, print_steps, draw_steps)
 
 
 def _measure(args: argparse.Namespace, leads: bool) -> "StepBenchmark":
