@@ -8,7 +8,6 @@ Shape legend: P ranks, C chunks.
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan.row_source import RowSource
@@ -53,6 +52,9 @@ def match_ranks(
             f"the source holds {source.context_length} rows over {source.cp_size} ranks, the plan "
             f"{context_length} over {cp_size}; describe the source of this very context"
         )
+    # Imported where it is used: kernels, which need plans, run without SciPy.
+    from scipy.optimize import linear_sum_assignment
+
     common = _common_rows(chunk_bounds, chunk_owner, source)
     # One forbidden pair costs more than all rows together; to change nothing costs none of them.
     forbidden = own_work[:, None] != own_work[None, :]

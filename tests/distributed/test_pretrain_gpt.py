@@ -44,4 +44,6 @@ def test_two_ranks_train_alike(
     log = _train(tmp_path, 2, "--cp-comm-type", "splitkv", *layers)
     for name in ("lm loss", "grad-norm"):
         for step, value in log[name].items():
-            assert value == pytest.approx(one_process[name][step], rel=1e-5), (name, step)
+            # A wrong scale or a missing sum shows at once; later steps add up rounding.
+            rel = 1e-5 if step <= 2 else 1e-4
+            assert value == pytest.approx(one_process[name][step], rel=rel), (name, step)

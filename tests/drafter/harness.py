@@ -16,7 +16,7 @@ from megatron_splitkv.cpu import cpu_mode
 from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.data.packing import Pack
 from megatron_splitkv.drafter import DFlashConfig
-from megatron_splitkv.plan import ContextPlan, build_plan
+from megatron_splitkv.plan import ContextPlan, build_plan, fitting_chunks
 from megatron_splitkv.testing import gloo_pool
 
 TINY = DFlashConfig(
@@ -47,8 +47,10 @@ class Sample:
     strategy: str = "lpt"
 
     def plan(self, cp_size: int) -> ContextPlan:
+        length = len(self.features)
+        chunks = fitting_chunks(3, length, cp_size)
         return build_plan(
-            self.layout, len(self.features), cp_size, strategy=self.strategy, chunks_per_rank=3
+            self.layout, length, cp_size, strategy=self.strategy, chunks_per_rank=chunks
         )
 
     def batch(self, plan: ContextPlan, cp_rank: int) -> dict[str, torch.Tensor]:
