@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+DRAFTERS: tuple[str, ...] = ("dflash", "domino", "dspark")
 CP_COMM_TYPES: tuple[str, ...] = ("splitkv", "a2a", "p2p", "ringx", "lv_xattn", "all_gather")
 PLAN_STRATEGIES: tuple[str, ...] = (
     "none",
@@ -11,6 +12,7 @@ PLAN_STRATEGIES: tuple[str, ...] = (
     "balanced-local",
     "hypergraph",
 )
+BLOCK_ORDERS: tuple[str, ...] = ("contiguous", "mirrored")
 KERNELS: tuple[str, ...] = ("auto", "naive", "cpu", "te", "flash", "flex")
 GATHER_PLACES: tuple[str, ...] = ("auto", "q", "hidden")
 SCATTER_PLACES: tuple[str, ...] = ("auto", "heads", "proj")

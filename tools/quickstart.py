@@ -1,6 +1,7 @@
 """The whole way on one machine: prepare, train, export, evaluate, and a report to look at.
 
-    python tools/quickstart.py [--target tiny|smollm2] [--minutes N] [--output runs/quickstart]
+    python tools/quickstart.py [--target tiny|smollm2] [--drafter dflash|domino|dspark]
+        [--minutes N] [--output runs/quickstart]
 
 Every stage is a command that a user would type; it is printed before it runs. A stage that has
 finished with the same command is not run again, so an interrupted run goes on where it stopped.
@@ -85,6 +86,14 @@ RECIPES = {
     ),
 }
 
+# What a kind of drafter adds. Seven slots that predict what is behind them propose as many tokens
+# as eight of which the first is the anchor's.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "domino": {"--block-size": 7, "--emb-dim": 32, "--gru-hidden-dim": 96},
+    "dspark": {"--block-size": 7, "--markov-rank": 32},
+}
+
 
 def training_command(args: argparse.Namespace, data: Path, checkpoints: Path) -> list[str]:
     """The torchrun line of this run."""
@@ -96,7 +105,9 @@ def training_command(args: argparse.Namespace, data: Path, checkpoints: Path) ->
         "--cp-comm-type": "splitkv",
         "--feature-store": data / "train",
         "--valid-feature-store": data / "valid",
+        "--drafter": args.drafter,
         **recipe.train_arguments,
+        **DRAFTERS[args.drafter],
         "--global-batch-size": 1,
         "--train-iters": steps,
         "--log-interval": max(1, steps // 50),
@@ -162,7 +173,7 @@ def draw_first_pack(args: argparse.Namespace, data: Path) -> None:
     from megatron_splitkv.plan import build_plan
     from megatron_splitkv.plan.draw import draw_plan
 
-    options = RECIPES[args.target].train_arguments
+    options = RECIPES[args.target].train_arguments | DRAFTERS[args.drafter]
     store = FeatureStore(data / "train")
     packing = PackedEpochs(store.lengths, options["--seq-length"], args.seed)
     pack = read_pack(store, packing.pack_documents(0))
@@ -218,9 +229,10 @@ def print_files(output: Path, report: dict[str, Any]) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=sorted(RECIPES), default="tiny")
+    parser.add_argument("--drafter", choices=sorted(DRAFTERS), default="dflash")
     parser.add_argument("--minutes", type=float, default=10, help="budget of the run (default 10)")
     parser.add_argument(
-        "--output", type=Path, help="default: runs/quickstart, or runs/quickstart-TARGET"
+        "--output", type=Path, help="default: runs/quickstart, with -TARGET and -DRAFTER"
     )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--train-iters", type=int, help="steps, instead of those of the minutes")
@@ -231,8 +243,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = build_parser().parse_args()
     if args.output is None:
-        suffix = "" if args.target == "tiny" else f"-{args.target}"
-        args.output = Path(f"runs/quickstart{suffix}")
+        others = [x for x in (args.target, args.drafter) if x not in ("tiny", "dflash")]
+        args.output = Path("-".join(["runs/quickstart", *others]))
     if args.fresh:
         shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -242,6 +254,8 @@ def main() -> int:
 
     prepare = ["prepare", "--target", args.target, "--output", str(data), "--overwrite"]
     prepare += ["--minutes", str(args.minutes), "--seed", str(args.seed)]
+    if args.drafter == "dspark":
+        prepare += ["--final-hidden"]
     stages.run("prepare", [*splitkv, *prepare], data, threads=RANKS)
     training = training_command(args, data, checkpoints)
     stages.run("train", training, checkpoints, threads=1, watch=True)
@@ -250,7 +264,7 @@ def main() -> int:
     evaluate = ["evaluate", "--drafter", str(drafter), "--target", str(data / "target")]
     evaluate += ["--prompts", str(data / "prompts.jsonl")]
     evaluate += ["--max-new-tokens", str(RECIPES[args.target].new_tokens)]
-    evaluate += ["--output", str(args.output / "evaluation.json")]
+    evaluate += ["--output", str(args.output / "evaluation.json"), "--overwrite"]
     evaluate += ["--plot", str(args.output / "acceptance.png")]
     stages.run("evaluate", [*splitkv, *evaluate], args.output / "evaluation.json", threads=RANKS)
     report = write_report(args, stages, data)

@@ -7,6 +7,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 
+# Tests wait for each other's processes more than for the cores: two at a time, file by file, so
+# that a file's fixtures and gloo workers are made once.
+SIDE_BY_SIDE=(-n 2 --dist loadfile)
+
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 # What stands directly on Megatron: patches and signatures, a step of the drafter and its
@@ -26,7 +30,7 @@ test_with_oldest_megatron() {
   prepare_oldest_environment
   echo "the tests that depend on Megatron, with megatron-core $OLDEST_MEGATRON_CORE"
   SPLITKV_EXPECTED_MEGATRON="$OLDEST_MEGATRON_CORE" \
-    "$OLDEST_PYTHON" -m pytest -o cache_dir=.pytest_cache/oldest "$@" "${WITH_OLDEST[@]}"
+    "$OLDEST_PYTHON" -m pytest "${SIDE_BY_SIDE[@]}" -o cache_dir=.pytest_cache/oldest "$@" "${WITH_OLDEST[@]}"
 }
 
 if [ "${1:-}" = "--oldest" ]; then
@@ -38,7 +42,7 @@ prepare_environment
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest "$@"
+"$PYTHON" -m pytest "${SIDE_BY_SIDE[@]}" "$@"
 if [ $# -eq 0 ]; then
   test_with_oldest_megatron
 fi

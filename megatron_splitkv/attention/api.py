@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron_splitkv.attention.choice import strategy_of_call
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.strategies import peer_attention, splitkv_attention
-from megatron_splitkv.comm import group_rank, group_size
+from megatron_splitkv.comm import group_rank, group_size, ranks_on_node
 from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
 from megatron_splitkv.plan import ContextPlan, check_window
 
@@ -134,7 +134,8 @@ def split_context_parallel_attention(
     _check_shapes(q, context_k, context_v, own_k, own_v, plan, group_rank(cp_group))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if strategy == "auto" and plan.cp_size > 1:
-        strategy = strategy_of_call(q, context_k.shape[1], plan, options)
+        near = ranks_on_node(cp_group, options.ranks_per_node)
+        strategy = strategy_of_call(q, context_k.shape[1], plan, options, near)
     if strategy == "splitkv" or cp_group is None or plan.cp_size == 1:  # alone all are the same
         return splitkv_attention(
             q,

@@ -6,13 +6,14 @@ left out, and so are memory and how well a kernel fills a processor.
 
 - Split-KV: `placement.place_seconds`. Its gather hides behind the projection of keys and values.
 - Loops over ranks (`p2p`, `lv_xattn`, `ringx`): shards travel while the ones before are attended;
-  the last transfer and agreements between a turn's steps hide behind nothing.
+  the last transfer and agreements between a turn's steps hide behind nothing. Hops between
+  neighbours cost more than their link and the kernel say: as much as was published.
 - `a2a` and `all_gather` wait for everything that travels.
 
 Volumes are those of `strategies.volumes`, times those of `comm.links`, work that of the plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
@@ -24,16 +25,39 @@ from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.placement import Places, choose_places, place_seconds
 from megatron_splitkv.attention.strategies import check_heads
 from megatron_splitkv.attention.strategies.volumes import Traffic, volume
-from megatron_splitkv.attention.transfers import move_seconds
+from megatron_splitkv.attention.transfers import links_with_nodes, move_seconds
 from megatron_splitkv.comm.links import Links
-from megatron_splitkv.config import CP_COMM_TYPES, ConfigError, require_choice
+from megatron_splitkv.config import BLOCK_ORDERS, CP_COMM_TYPES, ConfigError, require_choice
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.plan.cost import PlanCost
 
 _BACKWARD = 2.5  # five products of a pair where forward has two
-_CALL_SECONDS = 50e-6  # of a kernel call and the merge of its result
 _LOOPS = ("p2p", "lv_xattn", "ringx")
+_HOPS = ("p2p", "lv_xattn")
+# What hops cost beyond their link: pairs cut into a call a hop take longer, and each byte is waited
+# for, copied and added up. Fitted to published times at P = 8 (`scale.FITTED`, held equal by a
+# test); without it a ring whose transfers all hide would seem as quick as no ring.
+HOP_SLOWDOWN, HOP_BYTE_SECONDS = 1.194, 1.988e-11
 _NEVER_HIDDEN = ("lse_max",)  # the next step of its turn needs it
+
+
+PlanWay = tuple[str, str]
+"""How a plan is made: how context rows are assigned, and the order of draft blocks."""
+
+
+def block_order_of(strategies: Iterable[str]) -> str:
+    """How a launch deals out draft blocks: one plan serves all its layers.
+
+    Where queries stay with their owners for a while (`all_gather`, `p2p`) or come to keys one owner
+    after the other (`ringx`, `lv_xattn`), ranks wait for the owner of the latest anchors: mirrored.
+    `a2a` splits heads and does not care. Split-KV sends queries of all owners at once, and those of
+    a document should be few ranks' for its group-cast: contiguous, as soon as one layer has it.
+
+    Args:
+        strategies: of the layers, `config.CP_COMM_TYPES`.
+    """
+    caring = set(strategies) - {"a2a"}
+    return "mirrored" if caring and "splitkv" not in caring else "contiguous"
 
 
 @dataclass(frozen=True)
@@ -43,6 +67,7 @@ class Choice:
     Args:
         strategy: one of `config.CP_COMM_TYPES`.
         plan_strategy: how context rows are assigned.
+        block_order: how draft blocks are.
         places: of split-KV; what is said about it also where another strategy was chosen.
         seconds: estimates of a layer, by strategy, under its best plan.
         excluded: why a strategy cannot run here, by strategy.
@@ -51,6 +76,7 @@ class Choice:
 
     strategy: str
     plan_strategy: str
+    block_order: str
     places: Places
     seconds: Mapping[str, float]
     excluded: Mapping[str, str]
@@ -73,6 +99,7 @@ def estimate_layer_seconds(
         ConfigError: unknown strategy, or one that cannot run with these heads.
     """
     require_choice("context-parallel strategy", strategy, CP_COMM_TYPES)
+    links = links_with_nodes(links, shape.node_ranks)
     ranks, work = shape.cp_size, shape.loaded.pairs
     if strategy == "a2a":
         check_heads(shape.heads, shape.kv_heads, ranks)
@@ -85,9 +112,10 @@ def estimate_layer_seconds(
         "ringx": (work.query_turns, work.key_turns, shape.heads, ranks),
     }[strategy]
     per_pair = 4 * heads * shape.head_width / links.attention_flops
+    per_pair *= HOP_SLOWDOWN if strategy in _HOPS and ranks > 1 else 1.0
     compute = [
-        per_pair * forward + calls * _CALL_SECONDS,
-        per_pair * _BACKWARD * backward + calls * _CALL_SECONDS,
+        per_pair * forward + calls * links.call_latency,
+        per_pair * _BACKWARD * backward + calls * links.call_latency,
     ]
     if ranks == 1:
         return sum(compute)
@@ -108,7 +136,7 @@ def _exposed_seconds(traffic: Traffic, links: Links, ranks: int, compute: float)
     """Transfers of one direction that outlast the computation of a loop's other steps."""
     hidden = exposed = 0.0
     for move in traffic.moves:
-        seconds = move_seconds(move, links, ranks)
+        seconds = move_seconds(move, links, ranks, hop_byte_seconds=HOP_BYTE_SECONDS)
         behind = 0 if move.label in _NEVER_HIDDEN else min(move.calls, ranks - 1) / move.calls
         hidden += seconds * behind
         exposed += seconds * (1 - behind)
@@ -119,21 +147,22 @@ def _exposed_seconds(traffic: Traffic, links: Links, ranks: int, compute: float)
 def choose_strategy(
     shape: LayerShape, links: Links, options: SplitKVOptions = SplitKVOptions()
 ) -> Choice:
-    """The quickest strategy for one micro-batch under its plan.
+    """The quickest strategy for one micro-batch under its plan, whatever that is.
 
     Args:
         shape: of the layer, with the load of its plan.
         links: the machine.
         options: what the user fixed.
     """
-    return choose_for_packs({"balanced": (shape,)}, links, options)
+    packs = {("balanced", order): (shape,) for order in BLOCK_ORDERS}
+    return choose_for_packs(packs, links, options)
 
 
-_LOADS: WeakKeyDictionary[ContextPlan, dict[tuple[str, int], Load]] = WeakKeyDictionary()
+_LOADS: WeakKeyDictionary[ContextPlan, dict[tuple[str, int, int], Load]] = WeakKeyDictionary()
 
 
 def strategy_of_call(
-    q: torch.Tensor, num_key_heads: int, plan: ContextPlan, options: SplitKVOptions
+    q: torch.Tensor, num_key_heads: int, plan: ContextPlan, options: SplitKVOptions, node_ranks: int
 ) -> str:
     """The strategy for one call of attention with projected tensors.
 
@@ -142,10 +171,11 @@ def strategy_of_call(
         num_key_heads: n_kv.
         plan: of the micro-batch; its load is counted once.
         options: of the call.
+        node_ranks: of the group, see `comm.ranks_on_node`.
     """
-    links = options.links_on(q.device.type)
+    links = links_with_nodes(options.links_on(q.device.type), node_ranks)
     kept = _LOADS.setdefault(plan, {})
-    key = (options.query_cast, links.ranks_per_node)
+    key = (options.query_cast, links.ranks_per_node, node_ranks)
     if key not in kept:
         kept[key] = Load.of_plan(plan, *key)
     shape = LayerShape(
@@ -158,26 +188,30 @@ def strategy_of_call(
         hidden_size=0,
         itemsize=q.element_size(),
         load=kept[key],
+        node_ranks=node_ranks,
     )
     return choose_strategy(shape, links, options).strategy
 
 
 def choose_for_packs(
-    packs: Mapping[str, Sequence[LayerShape]],
+    packs: Mapping[PlanWay, Sequence[LayerShape]],
     links: Links,
     options: SplitKVOptions = SplitKVOptions(),
+    beside: Sequence[str] = (),
 ) -> Choice:
     """The quickest strategy and plan strategy for several micro-batches together.
 
     Pure: every rank comes to the same choice. The first of equals wins.
 
     Args:
-        packs: by plan strategy, the layer with the load of each of the same micro-batches.
+        packs: by how the plan is made, the layer with the load of each of the same micro-batches.
+            Each strategy is estimated under the plans with its order of blocks, `block_order_of`.
         links: the machine.
         options: what the user fixed.
+        beside: strategies of other layers, which share the plan.
     """
     seconds: dict[str, float] = {}
-    plans: dict[str, str] = {}
+    plans: dict[str, PlanWay] = {}
     excluded: dict[str, str] = {}
     for strategy in CP_COMM_TYPES:
         try:
@@ -187,6 +221,7 @@ def choose_for_packs(
                 )
                 / len(given)
                 for plan, given in packs.items()
+                if plan[1] == block_order_of((strategy, *beside))
             }
         except ConfigError as error:
             excluded[strategy] = str(error)
@@ -199,7 +234,8 @@ def choose_for_packs(
     places = choose_places(options, shape, links)
     return Choice(
         strategy=best,
-        plan_strategy=plans[best],
+        plan_strategy=plans[best][0],
+        block_order=plans[best][1],
         places=places,
         seconds=seconds,
         excluded=excluded,
@@ -211,19 +247,21 @@ def _reason(
     order: Sequence[str],
     seconds: Mapping[str, float],
     excluded: Mapping[str, str],
-    plan: str,
+    plan: PlanWay,
     places: Places,
     shape: LayerShape,
     links: Links,
 ) -> str:
     best = order[0]
     how = f" (gather {places.gather}, scatter {places.scatter})" if best == "splitkv" else ""
+    blocks = " and mirrored blocks" if plan[1] == "mirrored" else ""
     others = ", ".join(
         f"{strategy} {seconds[strategy] / seconds[best]:.3g}x" for strategy in order[1:]
     )
     left_out = "".join(f"; without {name}: {why}" for name, why in excluded.items())
     return (
-        f"--cp-comm-type auto chose {best}{how} with plan {plan}: {1e3 * seconds[best]:.3g} ms of "
+        f"--cp-comm-type auto chose {best}{how} with plan {plan[0]}{blocks}: "
+        f"{1e3 * seconds[best]:.3g} ms of "
         f"attention and exposed communication a layer by estimate, for {shape.query_rows} queries "
         f"over {shape.context_rows} rows on {shape.cp_size} ranks over links {links.name}; "
         f"next best: {others}{left_out}"

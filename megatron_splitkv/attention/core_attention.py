@@ -19,7 +19,7 @@ from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.packed_seq_params import SplitKVPackedSeqParams
 from megatron_splitkv.attention.visibility import row_plan_of
 from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, ConfigError, require_choice
-from megatron_splitkv.plan import ContextPlan, RowPlan
+from megatron_splitkv.plan import ContextPlan, RowPlan, check_window
 
 
 class SplitKVCoreAttention(MegatronModule):
@@ -46,10 +46,16 @@ class SplitKVCoreAttention(MegatronModule):
         kernel: the local attention kernel.
         options: what split-KV communicates; a layer of another strategy takes from it what is its
             own, so that layers can share one spec.
+        block_window: W of draft blocks: a query at position p sees keys with p - k < W, and those
+            of its own block up to itself; None for full attention. Ordinary layers take theirs from
+            the configuration.
 
     Raises:
         ConfigError: an unknown `cp_comm_type`, or one of Megatron's own for an ordinary layer, or a
             feature that this attention does not have.
+
+    Source:
+        `_attention_mask` of the public package `dflash` (model.py), for `block_window`.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class SplitKVCoreAttention(MegatronModule):
         *,
         kernel: str = "auto",
         options: SplitKVOptions = SplitKVOptions(),
+        block_window: int | None = None,
         **_unused: Any,  # later Megatron versions pass more
     ) -> None:
         super().__init__(config=config)
@@ -106,6 +113,8 @@ class SplitKVCoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.attn_mask_type = attn_mask_type
         self.window = _window_of(config, layer_number)
+        check_window(block_window)
+        self.block_window = block_window
 
     def forward(
         self,
@@ -217,6 +226,7 @@ class SplitKVCoreAttention(MegatronModule):
                 strategy=self.strategy,
                 kernel=self.kernel,
                 softmax_scale=self.softmax_scale,
+                window=self.block_window,
                 options=self.options,
             )
         else:
@@ -231,6 +241,7 @@ class SplitKVCoreAttention(MegatronModule):
                 strategy=self.strategy,
                 kernel=self.kernel,
                 softmax_scale=self.softmax_scale,
+                window=self.block_window,
                 options=self.options,
             )
         # [sq, np, hn] -> [sq, 1, np * hn]

@@ -16,27 +16,33 @@ class Load:
 
     Args:
         pairs: query-key pairs.
+        query_cast: ``all`` or ``group``, as the run resolves it.
         attended_rows: query rows that the busiest rank attends under split-KV, its own included.
         sent_rows: query rows that the busiest rank sends to others, copies counted.
         far_share: share of these that leaves the node.
     """
 
     pairs: PairWork
+    query_cast: str
     attended_rows: int
     sent_rows: int
     far_share: float
 
     @classmethod
-    def of_plan(cls, plan: ContextPlan, query_cast: str, ranks_per_node: int) -> Self:
+    def of_plan(
+        cls, plan: ContextPlan, query_cast: str, ranks_per_node: int, node_ranks: int = 1
+    ) -> Self:
         """Count it.
 
         Args:
             plan: of a micro-batch.
             query_cast: see `SplitKVOptions`.
             ranks_per_node: neighbours in rank order that share a node.
+            node_ranks: see `AttentionPlan.resolve_cast`.
         """
         ranks, owned = plan.cp_size, plan.blocks_per_rank
-        if plan.resolve_cast(query_cast) == "all":
+        cast = plan.resolve_cast(query_cast, node_ranks=node_ranks)
+        if cast == "all":
             needs = np.full((ranks, ranks), owned)
         else:
             needs = plan.needs().reshape(ranks, ranks, owned).sum(axis=2)  # blocks of each owner
@@ -47,6 +53,7 @@ class Load:
         busiest = int(sent.argmax())
         return cls(
             pairs=PairWork.of_plan(plan),
+            query_cast=cast,
             attended_rows=int(needs.sum(axis=1).max()) * plan.block_size,
             sent_rows=int(sent[busiest]) * plan.block_size,
             far_share=float(far[busiest] / max(1, sent[busiest])),
@@ -67,7 +74,10 @@ class LayerShape:
         hidden_size: width of the rows before the query projection; 0 if attention is called with
             projected tensors: then nothing travels behind a projection, or on its other side.
         itemsize: bytes of an element on the wire.
-        load: of the plan; None: of one document whose anchors are spread evenly, evenly planned.
+        load: of the plan; None: of one document whose anchors are spread evenly, evenly planned,
+            its blocks dealt out as the strategy wants them.
+        node_ranks: ranks of the group on each of several nodes, where the run returns partial
+            results by two levels; 1 where by one; None: by two wherever the links have two.
     """
 
     query_rows: int
@@ -79,6 +89,7 @@ class LayerShape:
     hidden_size: int
     itemsize: int
     load: Load | None = None
+    node_ranks: int | None = None
 
     @property
     def query_width(self) -> int:
@@ -92,26 +103,19 @@ class LayerShape:
             return self.load
         ranks = self.cp_size
         total = self.query_rows * self.context_rows // 2
-        last_owner = round(total * (2 - 1 / ranks) / ranks)  # of the latest anchors
-        work = PairWork(
-            total=total,
-            key_owners=-(-total // ranks),
-            query_owners=last_owner,
-            hops=last_owner,
-            query_turns=-(-total // ranks),
-            key_turns=last_owner,
-        )
+        even = -(-total // ranks)
         own = self.query_rows // ranks
-        return Load(work, self.query_rows, own * (ranks - 1), 0.0)
+        work = PairWork(total, even, even, even, even, even)
+        return Load(work, "all", self.query_rows, own * (ranks - 1), 0.0)
 
     def with_plan(self, plan: ContextPlan, query_cast: str, ranks_per_node: int) -> Self:
-        """The same layer under a plan, with its load."""
+        """The same layer under a plan, with its load; see `Load.of_plan`."""
         return replace(
             self,
             query_rows=plan.num_blocks * plan.block_size,
             context_rows=plan.context_length,
             cp_size=plan.cp_size,
-            load=Load.of_plan(plan, query_cast, ranks_per_node),
+            load=Load.of_plan(plan, query_cast, ranks_per_node, self.node_ranks or 1),
         )
 
     def traffic(self, gather: str, scatter: str, node_ranks: int = 1) -> TrafficShape:
@@ -123,7 +127,7 @@ class LayerShape:
             node_ranks: of split-KV, see `TrafficShape`.
         """
         everywhere = self.query_rows * (self.cp_size - 1) / self.cp_size
-        share = 1.0 if self.load is None or not everywhere else self.load.sent_rows / everywhere
+        share = self.loaded.sent_rows / everywhere if everywhere else 1.0
         return TrafficShape(
             query_rows=self.query_rows,
             context_rows=self.context_rows,
@@ -136,6 +140,7 @@ class LayerShape:
             hidden_size=self.hidden_size,
             gather=gather,
             scatter=scatter,
+            query_cast=self.loaded.query_cast,
             query_share=share,
             node_ranks=node_ranks,
         )

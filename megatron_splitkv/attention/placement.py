@@ -13,7 +13,7 @@ from functools import lru_cache
 from megatron_splitkv.attention.layer_shape import LayerShape
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.strategies.volumes import Move, volume
-from megatron_splitkv.attention.transfers import move_seconds, node_ranks
+from megatron_splitkv.attention.transfers import links_with_nodes, move_seconds, node_ranks
 from megatron_splitkv.comm.links import Links
 
 
@@ -78,7 +78,7 @@ def place_seconds(options: SplitKVOptions, shape: LayerShape, links: Links) -> d
 
     Args:
         options: of them `fp32_reduce`; `save`: own queries are gathered twice; `ranks_per_node`: 1
-            keeps returns on one level where the machine has two.
+            keeps returns on one level where the machine has two, if the shape does not know.
         shape: of the layer.
         links: the machine.
 
@@ -86,7 +86,9 @@ def place_seconds(options: SplitKVOptions, shape: LayerShape, links: Links) -> d
         Seconds by place: ``q``, ``hidden``, ``heads``, ``proj``.
     """
     ranks, load = shape.cp_size, shape.loaded
-    near = 1 if options.ranks_per_node == 1 else node_ranks(links, ranks)
+    links, near = links_with_nodes(links, shape.node_ranks), shape.node_ranks
+    if near is None:
+        near = 1 if options.ranks_per_node == 1 else node_ranks(links, ranks)
     rows = (shape.context_rows + shape.query_rows) / ranks
     key_width = 2 * shape.kv_heads * shape.head_width
     behind = 2 * rows * shape.hidden_size * key_width / links.dense_flops  # forward

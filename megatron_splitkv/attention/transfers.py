@@ -1,5 +1,7 @@
 """Seconds of what a layer moves: volumes of `strategies.volumes` over the links of a machine."""
 
+from dataclasses import replace
+
 from megatron_splitkv.attention.strategies.volumes import Move
 from megatron_splitkv.comm.links import Links
 
@@ -13,6 +15,18 @@ def node_ranks(links: Links, ranks: int) -> int:
     """
     per_node = links.ranks_per_node
     return per_node if ranks > per_node and ranks % per_node == 0 else 1
+
+
+def links_with_nodes(links: Links, node_ranks: int | None) -> Links:
+    """The machine with as many ranks a node as the run has; its nodes' cards stay.
+
+    Args:
+        links: a preset, or measured in another launch.
+        node_ranks: ranks of the group on each of several nodes; None or 1 say nothing of that kind.
+    """
+    if node_ranks is None or node_ranks in (1, links.ranks_per_node):
+        return links
+    return replace(links, ranks_per_node=node_ranks)
 
 
 def move_seconds(

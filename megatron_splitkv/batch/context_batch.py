@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_splitkv.batch.redistribute import redistribute_rows
+from megatron_splitkv.batch.teacher_rows import fetch_teacher_rows, read_teacher_rows
 from megatron_splitkv.comm import group_rank
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.packing import Pack
@@ -26,6 +27,8 @@ def get_batch_on_this_cp_rank(
     read_features: Callable[[NDArray[np.int64]], torch.Tensor],
     *,
     mask_token_id: int,
+    label_shift: int = 0,
+    read_final_hidden: Callable[[NDArray[np.int64]], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """This rank's share of a packed micro-batch; only its own context rows are read.
 
@@ -39,6 +42,9 @@ def get_batch_on_this_cp_rank(
         read_features: reads the target's features of half-open global row ranges,
             int64[k, 2] -> [rows, C * d].
         mask_token_id: the token of slots 1 to B - 1.
+        label_shift: 0 if slot k predicts the token at its own position, 1 if the one behind it.
+        read_final_hidden: reads what the target's head read, int64[k, 2] -> [rows, d]; only the
+            rows that this rank's trained slots need. None without a teacher.
 
     Returns:
         CPU tensors, local to the rank, in the order of `plan.rows` and `plan.blocks`:
@@ -48,20 +54,25 @@ def get_batch_on_this_cp_rank(
         - block_tokens: the anchor's token in slot 0, the mask token elsewhere (all slots of a
           padding block).
         - block_positions: positions of the slots inside their document.
-        - block_labels: the token at the slot's own position (slot k predicts token a + k), 0 where
-          the document has ended and in padding blocks.
-        - block_label_mask: slots that are trained: slot > 0 of a kept block, inside the document
-          and supervised.
+        - block_real_tokens: the token at the slot's own position (slot k: token a + k), 0 where the
+          document has ended and in padding blocks.
+        - block_labels: the token that the slot predicts, at its own position plus `label_shift`; 0
+          where the document has ended and in padding blocks.
+        - block_label_mask: slots that are trained: of a kept block, with a label inside the
+          document that is supervised and not the anchor's token itself.
         - block_keep_mask: False for padding blocks.
+        - block_teacher_hidden, with `read_final_hidden`: the target's final hidden state one
+          position before the label, of which its head makes the target's own distribution of the
+          label; zeros where nothing is trained.
 
     Shape:
         R rows and n = N / P blocks on this rank: context_features [R, C * d]; context_positions
-        int64[R]; block_tokens, block_positions, block_labels int64[n * B]; block_label_mask
-        bool[n * B]; block_keep_mask bool[n].
+        int64[R]; block_tokens, block_positions, block_real_tokens, block_labels int64[n * B];
+        block_label_mask bool[n * B]; block_keep_mask bool[n]; block_teacher_hidden [n * B, d].
 
     Raises:
-        ConfigError: the plan was not made for this pack, or the reader returns other rows than
-            asked for.
+        ConfigError: the plan was not made for this pack, or a reader returns other rows than asked
+            for.
     """
     real = _real_ranges(pack, plan, cp_rank)
     num_real = int((real[:, 1] - real[:, 0]).sum())
@@ -71,7 +82,11 @@ def get_batch_on_this_cp_rank(
             f"read_features returned shape {tuple(features.shape)} for {num_real} rows; "
             "it must return [rows, features]"
         )
-    return _batch(pack, plan, cp_rank, features, mask_token_id)
+    batch = _batch(pack, plan, cp_rank, features, mask_token_id, label_shift)
+    if read_final_hidden is not None:
+        positions = _teacher_positions(pack, plan, cp_rank, label_shift)
+        batch["block_teacher_hidden"] = read_teacher_rows(positions, read_final_hidden)
+    return batch
 
 
 def get_online_batch_on_this_cp_rank(
@@ -82,6 +97,8 @@ def get_online_batch_on_this_cp_rank(
     cp_group: dist.ProcessGroup | None,
     *,
     mask_token_id: int,
+    label_shift: int = 0,
+    final_hidden: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The same for features that are computed in the job, where each rank holds other rows.
 
@@ -95,13 +112,17 @@ def get_online_batch_on_this_cp_rank(
         features: the target's tapped hidden states of this rank's rows, in the source's order.
         cp_group: the ranks; None for one process.
         mask_token_id: the token of slots 1 to B - 1.
+        label_shift: 0 if slot k predicts the token at its own position, 1 if the one behind it.
+        final_hidden: what the target's head read of the same rows, in the same order; None without
+            a teacher. A second all-to-all-v brings the rows that slots need, without gradients.
 
     Returns:
-        What `get_batch_on_this_cp_rank` returns, but context_features on the device of `features`.
+        What `get_batch_on_this_cp_rank` returns, but context_features and block_teacher_hidden on
+        the device that they come from.
 
     Shape:
         features ``[source.num_rows(rank), C * d]``, or with Megatron's batch dimension
-        ``[source.num_rows(rank), 1, C * d]``.
+        ``[source.num_rows(rank), 1, C * d]``; final_hidden likewise with d.
 
     Raises:
         ConfigError: plan, source, pack, group and features do not fit each other.
@@ -116,7 +137,17 @@ def get_online_batch_on_this_cp_rank(
         )
     real = _real_ranges(pack, plan, cp_rank)
     moved = redistribute_rows(features, plan, source, cp_group, label="context_features")
-    return _batch(pack, plan, cp_rank, moved[: int((real[:, 1] - real[:, 0]).sum())], mask_token_id)
+    features = moved[: int((real[:, 1] - real[:, 0]).sum())]
+    batch = _batch(pack, plan, cp_rank, features, mask_token_id, label_shift)
+    if final_hidden is not None:
+        if final_hidden.dim() == 3 and final_hidden.shape[1] == 1:
+            final_hidden = final_hidden.squeeze(1)
+        ranks = range(plan.cp_size)
+        positions = [_teacher_positions(pack, plan, rank, label_shift) for rank in ranks]
+        batch["block_teacher_hidden"] = fetch_teacher_rows(
+            positions, source, final_hidden, cp_group
+        )
+    return batch
 
 
 def _real_ranges(pack: Pack, plan: ContextPlan, cp_rank: int) -> NDArray[np.int64]:
@@ -132,7 +163,12 @@ def _real_ranges(pack: Pack, plan: ContextPlan, cp_rank: int) -> NDArray[np.int6
 
 
 def _batch(
-    pack: Pack, plan: ContextPlan, cp_rank: int, features: torch.Tensor, mask_token_id: int
+    pack: Pack,
+    plan: ContextPlan,
+    cp_rank: int,
+    features: torch.Tensor,
+    mask_token_id: int,
+    label_shift: int,
 ) -> dict[str, torch.Tensor]:
     """The batch from the features of the rank's rows that belong to documents."""
     rows, num_real = plan.rows(cp_rank), features.shape[0]
@@ -145,12 +181,12 @@ def _batch(
     return {
         "context_features": features,
         "context_positions": torch.from_numpy(positions),
-        **_blocks(pack, plan, cp_rank, mask_token_id),
+        **_blocks(pack, plan, cp_rank, mask_token_id, label_shift),
     }
 
 
 def _blocks(
-    pack: Pack, plan: ContextPlan, cp_rank: int, mask_token_id: int
+    pack: Pack, plan: ContextPlan, cp_rank: int, mask_token_id: int, label_shift: int
 ) -> dict[str, torch.Tensor]:
     blocks = plan.blocks(cp_rank)
     anchors = plan.layout.anchor_positions[blocks, None]
@@ -160,18 +196,51 @@ def _blocks(
 
     slots = np.arange(plan.layout.block_size)
     positions = anchors + slots
-    exists = keep & (positions < ends)
-    at = np.where(exists, positions, 0)
-    labels = np.where(exists, _take(pack.token_ids, at), 0)
-    label_mask = exists & (slots > 0) & _take(pack.loss_mask, at)
-    tokens = np.where(keep & (slots == 0), labels, mask_token_id)
+    real_tokens = _tokens(pack, positions, exists=keep & (positions < ends))
+    predicted = positions + label_shift
+    has_label = keep & (predicted < ends)
+    label_mask = _trained(pack, anchors, predicted, has_label)
+    tokens = np.where(keep & (slots == 0), real_tokens, mask_token_id)
     return {
         "block_tokens": torch.from_numpy(tokens.ravel()),
         "block_positions": torch.from_numpy((positions - starts).ravel()),
-        "block_labels": torch.from_numpy(labels.ravel()),
+        "block_real_tokens": torch.from_numpy(real_tokens.ravel()),
+        "block_labels": torch.from_numpy(_tokens(pack, predicted, exists=has_label).ravel()),
         "block_label_mask": torch.from_numpy(label_mask.ravel()),
         "block_keep_mask": torch.from_numpy(keep.ravel()),
     }
+
+
+def _trained(
+    pack: Pack,
+    anchors: NDArray[np.int64],
+    predicted: NDArray[np.int64],
+    has_label: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Slots whose label is supervised and not the anchor's own token, bool[n, B]."""
+    supervised = _take(pack.loss_mask, np.where(has_label, predicted, 0))
+    return has_label & (predicted > anchors) & supervised
+
+
+def _teacher_positions(
+    pack: Pack, plan: ContextPlan, cp_rank: int, label_shift: int
+) -> NDArray[np.int64]:
+    """Packed position before the label of a rank's trained slots, else -1; int64[n * B]."""
+    blocks = plan.blocks(cp_rank)
+    anchors = plan.layout.anchor_positions[blocks, None]
+    starts = plan.layout.document_starts[blocks, None]
+    keep = plan.layout.block_keep_mask[blocks, None]
+    predicted = anchors + np.arange(plan.layout.block_size) + label_shift
+    has_label = keep & (predicted < _document_ends(pack, anchors, starts, keep))
+    trained = _trained(pack, anchors, predicted, has_label)
+    return np.where(trained, predicted - 1, -1).ravel()
+
+
+def _tokens(
+    pack: Pack, positions: NDArray[np.int64], *, exists: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Tokens at packed positions, 0 where there is none."""
+    return np.where(exists, _take(pack.token_ids, np.where(exists, positions, 0)), 0)
 
 
 def _document_ends(

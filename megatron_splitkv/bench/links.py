@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_splitkv.attention.kernels import select_kernel
+from megatron_splitkv.bench.kernel_call import CALLS, smallest_call
 from megatron_splitkv.bench.link_fit import (
     PATTERNS,
     PatternFit,
@@ -39,6 +40,7 @@ _WARM_UPS = 2
 _CALLS_IN_A_ROW = 5
 _ITEM = 4
 _BLOCK = 16
+MISFIT = 0.25  # relative error from which choices between strategies may be wrong
 _FORWARD_AND_BACKWARD = 3.5  # seven products of a pair, of which forward makes two
 
 
@@ -90,6 +92,11 @@ class LinksBenchmark:
         of_line = [s for s in self.samples if (s.pattern, s.within) == (fit.pattern, fit.within)]
         return model_error(of_line, self.links)
 
+    @property
+    def misfits(self) -> list[PatternFit]:
+        """Lines that `links` misses by more than `MISFIT`."""
+        return [fit for fit in self.fits if self.error(fit) > MISFIT]
+
     def to_json(self) -> dict[str, Any]:
         """Everything as numbers; a bandwidth that no size limits is null."""
         fits = [
@@ -102,6 +109,7 @@ class LinksBenchmark:
             "benchmark": "links",
             "links": asdict(self.links),
             "not_measured": list(self.assumed),
+            "misfits": [[fit.pattern, fit.within, self.error(fit)] for fit in self.misfits],
             "ranks": self.ranks,
             "backend": self.backend,
             "torch": torch.__version__,
@@ -147,6 +155,7 @@ def measure_links(
         name=name,
         dense_flops=_dense_flops(device, effort.repeats),
         attention_flops=_attention_flops(device, effort.repeats),
+        call_latency=_call_latency(device, effort.repeats),
     )
     if ranks > local or device.type == "cuda":  # on a CPU's loopback any rank is a neighbour
         start = replace(start, ranks_per_node=local)
@@ -276,3 +285,11 @@ def _attention_flops(device: torch.device, runs: int) -> float:
 
     operations = _FORWARD_AND_BACKWARD * 4 * heads * width * staircase.needed_pairs
     return _flops(operations, attend, device, runs)
+
+
+def _call_latency(device: torch.device, runs: int) -> float:
+    """Of the smallest call of the local kernel and the merge of its result."""
+    on_cpu = device.type == "cpu"
+    heads, width, dtype = (4, 64, torch.float32) if on_cpu else (16, 128, torch.bfloat16)
+    call = smallest_call(heads, heads, width, dtype, device)
+    return 1 / _flops(CALLS, call, device, runs)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_splitkv.bench.link_fit import PATTERNS, by_pattern, predicted_seconds
-from megatron_splitkv.bench.links import LinksBenchmark
+from megatron_splitkv.bench.links import MISFIT, LinksBenchmark
 
 # Okabe and Ito's palette.
 _COLOURS = dict(zip(PATTERNS, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True))
@@ -51,6 +51,17 @@ def print_links(result: LinksBenchmark, console: Console | None = None) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if result.misfits:
+        off = ", ".join(
+            f"{fit.pattern} among {_where(fit.within, fit.ranks)} by {result.error(fit):.0%}"
+            for fit in result.misfits
+        )
+        console.print(
+            f"warning: the model is off by more than {MISFIT:.0%}: {off}; measure again on an idle "
+            "machine, or with more --repeats, before 'auto' goes by it",
+            highlight=False,
+            soft_wrap=True,
+        )
     if result.assumed:
         console.print(
             f"not measured, taken from a preset: {', '.join(result.assumed)}",

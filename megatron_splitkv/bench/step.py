@@ -9,13 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_splitkv.bench.ranks import Ranks, open_ranks
-from megatron_splitkv.bench.step_rank import (
-    RankStep,
-    inspect_step,
-    kernel_flops,
-    prepare,
-    run_step,
-)
+from megatron_splitkv.bench.step_auto import AutoChoice, choose_auto
+from megatron_splitkv.bench.step_kernel import call_seconds, kernel_flops
+from megatron_splitkv.bench.step_rank import RankStep, inspect_step, prepare, run_step
 from megatron_splitkv.bench.step_shape import (
     PAPER_PLACES,
     SPLITKV,
@@ -81,7 +77,8 @@ class MethodRun:
         return {
             "strategy": self.method.strategy,
             "plan": self.method.plan,
-            "blocks_mirrored": self.method.mirrored,
+            "block_order": self.method.block_order,
+            "offered_by_a_launch": self.method.offered,
             "bytes_by_rank": self.bytes,
             "formula_bytes_by_rank": self.formula_bytes,
             "calls": self.calls,
@@ -112,13 +109,28 @@ class StepPoint:
         cp_size: P.
         injection: None where times are those that passed.
         runs: by name; split-KV at its best place by an untimed step comes first, then at the
-            paper's, then the peers.
+            paper's and at the places that `auto` would choose, then the peers.
+        auto: what ``--cp-comm-type auto`` would choose.
     """
 
     shape: StepShape
     cp_size: int
     injection: Injection | None
     runs: dict[str, MethodRun]
+    auto: AutoChoice
+
+    @property
+    def fastest_offered(self) -> MethodRun:
+        """The quickest method that a launch can have."""
+        offered = [run for run in self.runs.values() if run.method.offered]
+        return min(offered, key=lambda run: float(np.median(run.seconds())))
+
+    def auto_over_best(self, *, whole: bool = False) -> Spread:
+        """Time of what `auto` would choose over the best that a launch can have."""
+        offered = [run for run in self.runs.values() if run.method.offered]
+        best = min(offered, key=lambda run: float(np.median(run.seconds(whole=whole))))
+        chosen = self.runs[self.auto.method.name]
+        return Spread.of(chosen.seconds(whole=whole) / best.seconds(whole=whole))
 
     @property
     def ours(self) -> MethodRun:
@@ -135,6 +147,14 @@ class StepPoint:
             "links": None if injection is None else asdict(injection.links),
             "core_flops": None if injection is None else injection.core_flops,
             "slowdown": None if injection is None else injection.slowdown,
+            "auto": {
+                "method": self.auto.method.name,
+                "reason": self.auto.choice.reason,
+                "estimated_seconds": dict(self.auto.choice.seconds),
+                "best_offered": self.fastest_offered.method.name,
+                "over_best": asdict(self.auto_over_best()),
+                "layer_over_best": asdict(self.auto_over_best(whole=True)),
+            },
             "methods": {name: run.to_json(self.ours) for name, run in self.runs.items()},
         }
 
@@ -178,13 +198,7 @@ def bench_step(
     Raises:
         ConfigError: too few of something, or another number of ranks than were launched.
     """
-    if repeats < 1 or warmups < 1:
-        raise ConfigError(f"repeats {repeats} and warmups {warmups} must be at least 1")
-    if not ranks or min(ranks) < 2:
-        raise ConfigError(f"ranks {list(ranks)} must be at least 2: alone nothing is sent")
-    for cp_size in ranks:
-        for shape in shapes:
-            _check_rows(shape, cp_size)
+    check_effort(shapes, ranks, warmups, repeats)
     counts = [len(shape.methods(cp_size)) for cp_size in ranks for shape in shapes]
     total, done = sum(counts) * (1 + warmups + repeats), 0
     progress(0, total)
@@ -205,6 +219,29 @@ def bench_step(
         finally:
             group.close()
     return result
+
+
+def check_effort(
+    shapes: Sequence[StepShape], ranks: Sequence[int], warmups: int, repeats: int
+) -> None:
+    """Refuse what `bench_step` cannot run, before anything is started.
+
+    Args:
+        shapes: layers and micro-batches.
+        ranks: numbers of ranks.
+        warmups: untimed steps of each method.
+        repeats: timed steps of each method.
+
+    Raises:
+        ConfigError: too few of something.
+    """
+    if repeats < 1 or warmups < 1:
+        raise ConfigError(f"repeats {repeats} and warmups {warmups} must be at least 1")
+    if not ranks or min(ranks) < 2:
+        raise ConfigError(f"ranks {list(ranks)} must be at least 2: alone nothing is sent")
+    for cp_size in ranks:
+        for shape in shapes:
+            _check_rows(shape, cp_size)
 
 
 def _check_rows(shape: StepShape, cp_size: int) -> None:
@@ -229,13 +266,15 @@ class _Measurement:
         self.injection = None
         if links is not None:
             flops = float(np.median(group.run(kernel_flops, shape, SPLITKV[0])))
-            self.injection = Injection(links, flops, shape)
+            call = float(np.median(group.run(call_seconds, shape)))
+            self.injection = Injection(links, flops, shape, call)
 
     def run(self, warmups: int, repeats: int) -> StepPoint:
         inspected = {m: self._inspect(m) for m in self.methods}
         warm = [{m: self._step(m) for m in self.methods} for _ in range(warmups)]
         best = min(SPLITKV, key=lambda m: self._cost_of_place(m, warm[-1][m]))
-        kept = [best] + [m for m in self.methods if m == PAPER_PLACES != best]
+        auto = choose_auto(self.shape, self.group.world_size, self.injection, self.methods)
+        kept = [best] + [m for m in SPLITKV if m != best and m in (PAPER_PLACES, auto.method)]
         kept += [m for m in self.methods if m.strategy != "splitkv"]
         for _ in range(repeats * (len(self.methods) - len(kept))):
             self.one_more()
@@ -245,7 +284,7 @@ class _Measurement:
                 steps[method].append(self._step(method))
         reference = inspected[best][1]
         runs = {m.name: self._summary(m, steps[m], inspected[m], reference) for m in kept}
-        return StepPoint(self.shape, self.group.world_size, self.injection, runs)
+        return StepPoint(self.shape, self.group.world_size, self.injection, runs, auto)
 
     def _step(self, method: Method) -> list[RankStep]:
         steps = self.group.run(run_step, self.shape, method, self.injection is None)

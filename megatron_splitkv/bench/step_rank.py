@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_splitkv.attention.kernels import select_kernel
 from megatron_splitkv.bench.step_shape import Method, StepShape
 from megatron_splitkv.comm import mark
 from megatron_splitkv.comm.virtual_clock import Moment, VirtualClock
@@ -27,7 +26,6 @@ from megatron_splitkv.testing.live_storages import LiveStorages
 
 CONTEXT = "context"  # the phase that grows with the context under every method
 ATTENTION = "attention"
-FLOPS_PER_PAIR = 14  # and head and unit of width: two products forward, five backward
 _NOISE_ROWS = 2039  # a prime: features and draft rows repeat, but for their positions
 
 
@@ -74,6 +72,7 @@ def prepare(shape: StepShape) -> None:
     _attention.cache_clear()
     _context_projection.cache_clear()
     _context_projection(shape)
+    gc.freeze()  # of what has been imported there is much, and every step collects
 
 
 def run_step(shape: StepShape, method: Method, real_time: bool) -> RankStep:
@@ -84,7 +83,7 @@ def run_step(shape: StepShape, method: Method, real_time: bool) -> RankStep:
         method: how to attend.
         real_time: the timeline shows seconds that passed, on the device, instead of CPU-seconds.
     """
-    step = _Step(shape, method)
+    step = Step(shape, method)
     device_times = _DeviceTimes() if real_time and torch.cuda.is_available() else None
     now: Callable[[], float] = time.perf_counter if real_time else time.thread_time
     clock = VirtualClock(now=device_times or now)
@@ -112,7 +111,7 @@ def inspect_step(shape: StepShape, method: Method) -> tuple[int, NDArray[np.floa
     Shape:
         float32[Q_p, d], own rows.
     """
-    step = _Step(shape, method)
+    step = Step(shape, method)
     context = step.project_context().detach().requires_grad_()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -125,28 +124,7 @@ def inspect_step(shape: StepShape, method: Method) -> tuple[int, NDArray[np.floa
     return memory.peak, out.numpy()
 
 
-def kernel_flops(shape: StepShape, method: Method, repeats: int = 3) -> float:
-    """FLOP/s of the attention kernel of split-KV's share on this rank, by its thread's seconds."""
-    step = _Step(shape, method)
-    plan, rank = step.plan, dist.get_rank()
-    dflash, dtype = shape.dflash, step.features.dtype
-    heads, width = dflash.num_attention_heads, dflash.head_dim
-    q = torch.randn(plan.num_blocks * plan.block_size, heads, width).to(dtype)
-    k = torch.randn(plan.num_rows(rank), dflash.num_key_value_heads, width).to(dtype)
-    kernel = select_kernel("auto", q, k.shape[1])
-    staircase = plan.staircase(rank, kernel.LEAF_LIMITS)
-    seconds = []
-    for _ in range(repeats + 1):
-        _barrier()
-        begin = time.thread_time()
-        out, lse = kernel.forward(q, k, k, staircase, width**-0.5)
-        kernel.backward(q, q, k, k, out.to(dtype), lse, staircase, width**-0.5)
-        seconds.append(time.thread_time() - begin)
-    pairs = staircase.needed_pairs * heads * width
-    return FLOPS_PER_PAIR * pairs / float(np.median(seconds[1:]))
-
-
-class _Step:
+class Step:
     """Inputs of one method on this rank: the same by global row and block, whatever the plan."""
 
     def __init__(self, shape: StepShape, method: Method) -> None:

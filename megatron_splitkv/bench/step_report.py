@@ -130,6 +130,12 @@ def _notes(point: StepPoint) -> list[str]:
         f"faster than Split-KV: {', '.join(faster) or 'none'}; with fewer bytes: "
         f"{', '.join(fewer) or 'none'}"
     )
+    over, layer = point.auto_over_best(), point.auto_over_best(whole=True)
+    notes.append(
+        f"auto would choose {point.auto.method.name}: {over.median:.2f}x ({over.low:.2f} to "
+        f"{over.high:.2f}) the time of the best method that a launch offers, "
+        f"{point.fastest_offered.method.name}; {layer.median:.2f}x in a whole layer"
+    )
     return notes
 
 
@@ -298,7 +304,7 @@ def _placement(method: Method) -> str:
 def _rows(method: Method) -> str:
     """Where context rows are, and draft blocks if not in their order."""
     plan = {"none": "contiguous"}.get(method.plan, method.plan)
-    return f"{plan}, mirrored" if method.mirrored else plan
+    return f"{plan}, mirrored" if method.block_order == "mirrored" else plan
 
 
 def _number(milliseconds: float) -> str:

@@ -1,16 +1,16 @@
 """What `splitkv bench step` runs: one drafter layer, its micro-batch, and the ways to attend it.
 
 All methods see the same documents, anchors, features and weights. Each gets the placement that
-suits it: of context rows, and of draft blocks, whose owner works where queries stay at home.
+suits it: of context rows, and of draft blocks, as a launch deals them out or as published.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_splitkv.attention import SplitKVOptions
+from megatron_splitkv.attention.choice import block_order_of
 from megatron_splitkv.attention.strategies.volumes import TrafficShape, Volume, volume
 from megatron_splitkv.comm.topology import split_by_node
 from megatron_splitkv.config import ConfigError
@@ -30,15 +30,14 @@ class Method:
     Args:
         strategy: one of `config.CP_COMM_TYPES`.
         plan: placement of the context rows, one of `config.PLAN_STRATEGIES`.
-        mirrored: draft blocks are dealt out like zigzag's rows, an early stretch and a late one to
-            each rank, instead of in their order.
+        block_order: who owns which draft blocks, see `build_plan`.
         gather: see `SplitKVOptions`; peers project before and after.
         scatter: see `SplitKVOptions`.
     """
 
     strategy: str
     plan: str
-    mirrored: bool = False
+    block_order: str = "contiguous"
     gather: str = "q"
     scatter: str = "heads"
 
@@ -48,6 +47,11 @@ class Method:
         if self.strategy == "splitkv":
             return f"splitkv {self.gather}+{self.scatter}"
         return f"{self.strategy} balanced" if self.plan == "balanced" else self.strategy
+
+    @property
+    def offered(self) -> bool:
+        """Whether a launch deals out draft blocks like that."""
+        return self.block_order == block_order_of((self.strategy,))
 
     def options(self, ranks_per_node: int) -> SplitKVOptions:
         """For the layer; queries go to all ranks, as the formulas have it."""
@@ -73,19 +77,19 @@ SPLITKV = (
     PAPER_PLACES,
     Method("splitkv", "balanced", gather="hidden", scatter="proj"),
 )
-# Peers as published, then with what our planner can do for those that are not balanced by it. Work
+# Peers as published, then with what a launch does for those that are not balanced by it. Work
 # follows the owners of queries in all_gather and p2p, so blocks are dealt out mirrored; it follows
 # the owners of keys in the forward of ringx and lv_xattn, which are published with contiguous rows.
 # Ulysses splits heads: any placement is balanced, and contiguous rows need not be moved to it.
 PEERS = (
     Method("a2a", "none"),
-    Method("p2p", "zigzag", mirrored=True),
+    Method("p2p", "zigzag", "mirrored"),
     Method("ringx", "none"),
     Method("lv_xattn", "none"),
-    Method("all_gather", "none", mirrored=True),
-    Method("p2p", "balanced", mirrored=True),
-    Method("ringx", "balanced", mirrored=True),
-    Method("lv_xattn", "balanced", mirrored=True),
+    Method("all_gather", "none", "mirrored"),
+    Method("p2p", "balanced", "mirrored"),
+    Method("ringx", "balanced", "mirrored"),
+    Method("lv_xattn", "balanced", "mirrored"),
 )
 
 
@@ -160,6 +164,8 @@ class StepShape:
         return replace(
             full,
             num_layers=1,
+            layer_types=(),
+            sliding_window=None,
             hidden_size=full.hidden_size // self.shrink**2,
             ffn_hidden_size=full.ffn_hidden_size // self.shrink**2,
             num_attention_heads=full.num_attention_heads // self.shrink,
@@ -185,16 +191,13 @@ class StepShape:
 
     def plan(self, method: Method, cp_size: int) -> ContextPlan:
         """The plan that suits a method."""
-        layout = self.layout
-        if method.mirrored:
-            order = mirrored_order(layout.num_blocks, cp_size)
-            layout = replace(
-                layout,
-                anchor_positions=layout.anchor_positions[order],
-                document_starts=layout.document_starts[order],
-                block_keep_mask=layout.block_keep_mask[order],
-            )
-        return build_plan(layout, self.context, cp_size, strategy=method.plan)
+        return build_plan(
+            self.layout,
+            self.context,
+            cp_size,
+            strategy=method.plan,
+            block_order=method.block_order,
+        )
 
     def methods(self, cp_size: int) -> tuple[Method, ...]:
         """Those that can run; `a2a` needs heads for all ranks."""
@@ -242,13 +245,6 @@ def repeated_flops(shape: StepShape, method: Method, plan: ContextPlan) -> float
     rows = plan.num_blocks * plan.block_size * (plan.cp_size - 1) / plan.cp_size
     width = full.num_attention_heads * full.head_dim
     return method.repeats * 6 * rows * full.hidden_size * width
-
-
-def mirrored_order(num_blocks: int, cp_size: int) -> NDArray[np.int64]:
-    """Blocks by rank: of 2P stretches, rank p has the p-th from the front and from the back."""
-    stretches = np.array_split(np.arange(num_blocks), 2 * cp_size)
-    pairs = zip(stretches[:cp_size], stretches[: cp_size - 1 : -1], strict=True)
-    return np.concatenate([part for pair in pairs for part in pair])
 
 
 def imbalance(method: Method, plan: ContextPlan) -> float:

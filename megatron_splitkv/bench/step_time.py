@@ -33,11 +33,13 @@ class Injection:
         links: the machine, with as many ranks a node as there shall be.
         core_flops: FLOP/s of the attention kernel on one of these ranks.
         shape: what they ran.
+        call_seconds: of a call of the kernel and the merge of its result, on one of these ranks.
     """
 
     links: Links
     core_flops: float
     shape: StepShape
+    call_seconds: float = 0.0
 
     @property
     def slowdown(self) -> float:

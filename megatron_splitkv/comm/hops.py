@@ -2,15 +2,26 @@
 
 Plain functions, not differentiable, as in `collectives`; for groups of two ranks or more. Every
 rank knows every shape beforehand, so no size is ever exchanged, and an empty shard sends nothing.
+
+NCCL makes a group's communicator in its first call, in which every rank of the group must take
+part; a rank with empty shards has no message to begin with. So the first shift or uneven gather of
+a group comes after one small all-reduce, on every backend; meters do not count it.
+
+Source:
+    The documentation of `torch.distributed.batch_isend_irecv`: with NCCL, if it is the first call
+    in a group, all ranks of the group must take part in it.
 """
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from megatron_splitkv.comm.collectives import Pending, group_rank, group_size
 from megatron_splitkv.comm.meter import mark, record
+
+_READY: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def launch_shift(
@@ -33,6 +44,7 @@ def launch_shift(
     size, rank = group_size(group), group_rank(group)
     sent = x.contiguous()
     received = x.new_empty((received_rows, *x.shape[1:]))
+    _make_ready(group, x.device)
     work = _exchange({(rank + 1) % size: sent}, {(rank - 1) % size: received}, group)
     record("shift", label, sent.numel(), x.dtype, size)
     mark("launch", label)
@@ -62,6 +74,7 @@ def launch_gather_uneven(
     shards = gathered.split(list(rows))
     shards[rank].copy_(sent)
     others = [other for other in range(size) if other != rank]
+    _make_ready(group, x.device)
     work = _exchange(dict.fromkeys(others, sent), {r: shards[r] for r in others}, group)
     record("all_gather_v", label, (size - 1) * sent.numel(), x.dtype, size)
     mark("launch", label)
@@ -107,6 +120,13 @@ def launch_reduce_sum(
     record("reduce_sum", label, x.numel(), x.dtype, group_size(group))
     mark("launch", label)
     return Pending(x, label, work)
+
+
+def _make_ready(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group meet once before the first messages between some of them."""
+    if group not in _READY:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _READY.add(group)
 
 
 class _All:

@@ -12,7 +12,7 @@ ring's steps into those inside a node and those between nodes that NCCL's tuning
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,6 +36,7 @@ class Links:
         ranks_per_node: ranks on one node.
         dense_flops: floating-point operations/s that a rank reaches in large matrix products.
         attention_flops: the same in its attention kernel.
+        call_latency: seconds of a call of that kernel and the merge of its result, however small.
 
     Raises:
         ConfigError: a value that no machine has.
@@ -50,6 +51,7 @@ class Links:
     ranks_per_node: int
     dense_flops: float
     attention_flops: float
+    call_latency: float = 50e-6
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -219,11 +221,12 @@ class Links:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"links: not JSON ({error})") from error
         names = [field.name for field in fields(cls)]
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
         if not isinstance(values, dict):
             raise ConfigError(f"links: not a JSON object; its keys must be {', '.join(names)}")
-        wrong = sorted(set(names) ^ set(values))
+        wrong = sorted((needed - set(values)) | (set(values) - set(names)))
         if wrong:
-            what = "lacks" if wrong[0] in names else "does not know"
+            what = "lacks" if wrong[0] in needed else "does not know"
             raise ConfigError(f"links: {what} {wrong[0]!r}; the keys are {', '.join(names)}")
         return cls(**values)
 

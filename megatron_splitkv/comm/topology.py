@@ -6,9 +6,12 @@ of them send to one rank of another node can be added up on this side of the car
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch.distributed as dist
+
+from megatron_splitkv.comm.links import Links
 
 
 def ranks_on_node(group: dist.ProcessGroup | None, ranks_per_node: int | None = None) -> int:
@@ -32,13 +35,31 @@ def ranks_on_node(group: dist.ProcessGroup | None, ranks_per_node: int | None = 
 
 def launched_ranks_per_node() -> int:
     """Ranks on each node by torchrun's environment; 1 if unknown or not the same everywhere."""
+    return _launched() or 1
+
+
+def links_of_launch(links: Links, ranks_per_node: int | None = None) -> Links:
+    """The machine with the job's ranks on its nodes: where a row goes is the same for all.
+
+    Args:
+        links: a preset, or measured in another launch; its nodes keep their cards.
+        ranks_per_node: as in `ranks_on_node`; 1 turns a level off and says nothing about nodes.
+
+    Returns:
+        `links` itself where nobody says how many ranks a node has.
+    """
+    per_node = _launched() if ranks_per_node in (None, 1) else ranks_per_node
+    return links if per_node is None else replace(links, ranks_per_node=per_node)
+
+
+def _launched() -> int | None:
     names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     local, world, nodes = (int(os.environ.get(name, 0)) for name in names)
     if not 0 < local <= world:
-        return 1
+        return None
     # Nodes of unequal sizes must come to one end: none of them finds this, but one of mean size.
     even = local * nodes == world if nodes else world % local == 0
-    return local if even else 1
+    return local if even else None
 
 
 def split_by_node(ranks: Sequence[int], ranks_per_node: int) -> int:

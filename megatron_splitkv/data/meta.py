@@ -7,7 +7,9 @@ from typing import Any, Self
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.shard import FEATURE_DTYPES
 
-SCHEMA_VERSION = 1
+# The newest schema that is read. A store is written with the oldest that can say what it holds:
+# 1, or 2 with the target's final hidden states.
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class StoreMeta:
         target: the model whose layers were tapped.
         target_layer_ids: 0-based layer outputs, ascending.
         dtype: dtype of the features on disk, ``float32`` or ``bfloat16``.
+        final_hidden: whether the store also holds the rows that the target's head reads, behind
+            its final norm: what the target itself would have said is the head of them.
 
     Raises:
         ConfigError: a tapped layer that the target does not have, a mask token that is outside
@@ -52,6 +56,7 @@ class StoreMeta:
     target: TargetInfo
     target_layer_ids: tuple[int, ...]
     dtype: str = "float32"
+    final_hidden: bool = False
 
     def __post_init__(self) -> None:
         check_target_layer_ids(self.target_layer_ids, self.target.num_layers)
@@ -67,16 +72,34 @@ class StoreMeta:
         """C * d, the numbers in one row of features."""
         return len(self.target_layer_ids) * self.target.hidden_size
 
+    @property
+    def final_width(self) -> int:
+        """d where the store holds final hidden states, else 0."""
+        return self.target.hidden_size if self.final_hidden else 0
+
+    @property
+    def schema_version(self) -> int:
+        """The oldest schema that can say what the store holds."""
+        return 2 if self.final_hidden else 1
+
     def to_json(self) -> dict[str, Any]:
         """The part of index.json that describes the store."""
-        return asdict(self)
+        values = asdict(self)
+        if self.schema_version == 1:
+            del values["final_hidden"]
+        return values
 
     @classmethod
     def from_json(cls, index: dict[str, Any]) -> Self:
         """Inverse of `to_json`."""
         target = dict(index["target"])
         target["eos_token_ids"] = tuple(target["eos_token_ids"])
-        return cls(TargetInfo(**target), tuple(index["target_layer_ids"]), index["dtype"])
+        return cls(
+            TargetInfo(**target),
+            tuple(index["target_layer_ids"]),
+            index["dtype"],
+            bool(index.get("final_hidden", False)),
+        )
 
 
 def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:

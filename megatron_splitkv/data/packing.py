@@ -164,10 +164,29 @@ def feature_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], to
         half-open, ascending -> ``[rows, C * d]`` in the store's dtype. Only those rows are read.
     """
 
-    def read_features(row_ranges: np.ndarray) -> torch.Tensor:
+    return _reader(store, pack, store.meta.feature_width, store.read_features_into)
+
+
+def final_hidden_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], torch.Tensor]:
+    """The same for the target's final hidden states, ``[rows, d]``.
+
+    Raises:
+        ConfigError: the store was written without them.
+    """
+    store.require_final_hidden()
+    return _reader(store, pack, store.meta.final_width, store.read_final_hidden_into)
+
+
+def _reader(
+    store: FeatureStore,
+    pack: Pack,
+    width: int,
+    read_into: Callable[[int, int, int, torch.Tensor], None],
+) -> Callable[[np.ndarray], torch.Tensor]:
+    def read(row_ranges: np.ndarray) -> torch.Tensor:
         ranges = np.asarray(row_ranges, dtype=np.int64).reshape(-1, 2)
         rows = int((ranges[:, 1] - ranges[:, 0]).sum())
-        out = torch.empty(rows, store.meta.feature_width, dtype=store.feature_dtype)
+        out = torch.empty(rows, width, dtype=store.feature_dtype)
         done = 0
         for start, stop in ranges.tolist():
             if not 0 <= start <= stop <= pack.cu_seqlens[-1]:
@@ -176,7 +195,7 @@ def feature_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], to
                 slot = int(np.searchsorted(pack.cu_seqlens, start, side="right")) - 1
                 origin = int(pack.cu_seqlens[slot])
                 end = min(stop, int(pack.cu_seqlens[slot + 1]))
-                store.read_features_into(
+                read_into(
                     int(pack.document_ids[slot]),
                     start - origin,
                     end - origin,
@@ -186,4 +205,4 @@ def feature_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], to
                 start = end
         return out
 
-    return read_features
+    return read

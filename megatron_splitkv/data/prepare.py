@@ -20,7 +20,12 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo
 from megatron_splitkv.data.store import INDEX_FILE
 from megatron_splitkv.data.store_writer import FeatureStoreWriter
-from megatron_splitkv.data.target import Progress, document_features, silent
+from megatron_splitkv.data.target import (
+    Progress,
+    check_final_hidden,
+    document_states,
+    silent,
+)
 
 SUMMARY_FILE = "prepare.json"
 PROMPTS_FILE = "prompts.jsonl"
@@ -131,9 +136,12 @@ def write_run(
         The summary, as written to `prepare.json`.
 
     Raises:
-        ConfigError: the mask token occurs in the corpus.
+        ConfigError: the mask token occurs in the corpus, or the target's final hidden states are
+            wanted and do not say what it says.
     """
     check_mask_unused(meta.target, corpus)
+    if meta.final_hidden:
+        check_final_hidden(model)
     sizes = {}
     for name, samples in (("train", corpus.train), ("valid", corpus.valid)):
         with (
@@ -144,14 +152,20 @@ def write_run(
                 writer.write_frozen(
                     model.get_input_embeddings().weight, model.get_output_embeddings().weight
                 )
-            features = document_features(
+            states = document_states(
                 model,
                 [sample.token_ids for sample in samples],
                 meta.target_layer_ids,
                 progress=progress,
             )
-            for index, rows in features:
-                writer.add_document(samples[index].token_ids, samples[index].loss_mask, rows)
+            for index, features, final in states:
+                sample = samples[index]
+                writer.add_document(
+                    sample.token_ids,
+                    sample.loss_mask,
+                    features,
+                    final if meta.final_hidden else None,
+                )
         sizes[name] = _size(output / name, samples)
     with open(output / PROMPTS_FILE, "w") as lines:
         for prompt in corpus.prompts:
@@ -162,6 +176,7 @@ def write_run(
         "target_checksum": meta.target.checksum,
         "target_layer_ids": list(meta.target_layer_ids),
         "dtype": meta.dtype,
+        **({"final_hidden": True} if meta.final_hidden else {}),
         "mask_token_id": meta.target.mask_token_id,
         **facts,
         **sizes,

@@ -25,6 +25,7 @@ def prepare_folder(
     target_layer_ids: tuple[int, ...] | None,
     mask_token_id: int | None,
     dtype: str,
+    final_hidden: bool,
     stages: Stages,
 ) -> dict[str, Any]:
     """Prepare a run folder with a model of a local Hugging Face folder.
@@ -41,6 +42,7 @@ def prepare_folder(
         mask_token_id: an unused row of the embedding; when None, the tokenizer's mask token, or the
             first row that the tokenizer does not know.
         dtype: dtype of the features on disk.
+        final_hidden: store what the target's head reads, too.
         stages: clock and watcher.
 
     Returns:
@@ -55,7 +57,7 @@ def prepare_folder(
     info = describe_target(model, target, target.name, _mask_token(model, tokenizer, mask_token_id))
     num_taps = max(1, min(5, info.num_layers - 3))
     taps = target_layer_ids or default_target_layer_ids(info.num_layers, num_taps)
-    meta = StoreMeta(info, taps, dtype)
+    meta = StoreMeta(info, taps, dtype, final_hidden)
     corpus = _tokenize(tokenizer, samples, sequence_length)
     facts = {"target_parameters": sum(p.numel() for p in model.parameters())}
     return write_run(output, model, target, meta, corpus, stages, facts)

@@ -61,6 +61,7 @@ def prepare_smollm2(
     target_layer_ids: tuple[int, ...] | None,
     mask_token_id: int | None,
     dtype: str,
+    final_hidden: bool,
     stages: Stages,
 ) -> dict[str, Any]:
     """Prepare a run folder with SmolLM2-135M-Instruct.
@@ -72,6 +73,7 @@ def prepare_smollm2(
         target_layer_ids: tapped layers; three spread ones when None.
         mask_token_id: ``<empty_output>`` when None.
         dtype: dtype of the features on disk.
+        final_hidden: store what the target's head reads, too.
         stages: clock and watcher.
 
     Returns:
@@ -85,7 +87,7 @@ def prepare_smollm2(
     mask = MASK_TOKEN_ID if mask_token_id is None else mask_token_id
     target = describe_target(model, folder, TARGET_ID, mask)
     taps = target_layer_ids or default_target_layer_ids(target.num_layers, 3)
-    meta = StoreMeta(target, taps, dtype)
+    meta = StoreMeta(target, taps, dtype, final_hidden)
 
     problems = human_eval_problems()
     held_out = [problem for problem in problems if problem.held_out]

@@ -58,6 +58,7 @@ def prepare_tiny(
     budget: TinyBudget,
     target_layer_ids: tuple[int, ...] | None,
     dtype: str,
+    final_hidden: bool,
     seed: int,
     stages: Stages,
 ) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def prepare_tiny(
         budget: how much to do.
         target_layer_ids: tapped layers; two spread ones when None.
         dtype: dtype of the features on disk.
+        final_hidden: store what the target's head reads, too.
         seed: of the target's weights and of which text is taken.
         stages: clock and watcher.
 
@@ -88,7 +90,9 @@ def prepare_tiny(
         model, loss = train_tiny_target(training, config, progress)
     folder = output / "target"
     save_tiny_target(model, folder)
-    meta = StoreMeta(describe_target(model, folder, "tiny", MASK_TOKEN_ID), taps, dtype)
+    meta = StoreMeta(
+        describe_target(model, folder, "tiny", MASK_TOKEN_ID), taps, dtype, final_hidden
+    )
     with stages.stage("respond") as progress:
         spoken = [*prompts, *unseen[:_VALID_DOCUMENTS]]
         responses = greedy_responses(

@@ -31,12 +31,14 @@ class Document:
     """One tokenised document with the target's tapped hidden states.
 
     Shape:
-        token_ids: ``[n]`` int32. loss_mask: ``[n]`` bool. features: ``[n, C * d]``.
+        token_ids: ``[n]`` int32. loss_mask: ``[n]`` bool. features: ``[n, C * d]``. final_hidden:
+        ``[n, d]``, in stores that hold it.
     """
 
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     features: torch.Tensor
+    final_hidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,27 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Absolute byte offsets of the three tensors of a shard (64-bit Python integers).
+    """Absolute byte offsets of the tensors of a shard (64-bit Python integers).
 
-    `token_ids` comes first: its rows are 4 bytes, so features of either dtype stay aligned.
+    `token_ids` comes first: its rows are 4 bytes, so features of either dtype stay aligned, and so
+    do the final hidden states behind them.
     """
 
     rows: int
     feature_width: int
     dtype: str
     data_start: int
+    final_width: int = 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of features."""
         return self.feature_width * FEATURE_DTYPES[self.dtype].itemsize
+
+    @property
+    def final_row_bytes(self) -> int:
+        """Bytes of one final hidden state; 0 in stores without them."""
+        return self.final_width * FEATURE_DTYPES[self.dtype].itemsize
 
     @property
     def token_ids_start(self) -> int:
@@ -82,9 +91,14 @@ class ShardLayout:
         return self.data_start + 4 * self.rows
 
     @property
+    def final_hidden_start(self) -> int:
+        """Byte offset of the final hidden states."""
+        return self.features_start + self.row_bytes * self.rows
+
+    @property
     def loss_mask_start(self) -> int:
         """Byte offset of the uint8 loss mask."""
-        return self.features_start + self.row_bytes * self.rows
+        return self.final_hidden_start + self.final_row_bytes * self.rows
 
     @property
     def end(self) -> int:
@@ -92,27 +106,39 @@ class ShardLayout:
         return self.loss_mask_start + self.rows
 
     @classmethod
-    def of(cls, rows: int, feature_width: int, dtype: str) -> Self:
+    def of(cls, rows: int, feature_width: int, dtype: str, final_width: int = 0) -> Self:
         """The layout of a shard with that many rows; a pure function of its arguments."""
-        return cls(rows, feature_width, dtype, 8 + len(_header(rows, feature_width, dtype)))
+        header = _header(rows, feature_width, dtype, final_width)
+        return cls(rows, feature_width, dtype, 8 + len(header), final_width)
 
 
-def _header(rows: int, feature_width: int, dtype: str) -> bytes:
-    row_bytes = feature_width * FEATURE_DTYPES[dtype].itemsize
-    features_end = 4 * rows + row_bytes * rows
+def _header(rows: int, feature_width: int, dtype: str, final_width: int) -> bytes:
+    layout = ShardLayout(rows, feature_width, dtype, 0, final_width)
+    name = _SAFETENSORS_DTYPE[dtype]
     tensors = {
-        "token_ids": {"dtype": "I32", "shape": [rows], "data_offsets": [0, 4 * rows]},
+        "token_ids": {
+            "dtype": "I32",
+            "shape": [rows],
+            "data_offsets": [layout.token_ids_start, layout.features_start],
+        },
         "features": {
-            "dtype": _SAFETENSORS_DTYPE[dtype],
+            "dtype": name,
             "shape": [rows, feature_width],
-            "data_offsets": [4 * rows, features_end],
+            "data_offsets": [layout.features_start, layout.final_hidden_start],
+        },
+        "final_hidden": {
+            "dtype": name,
+            "shape": [rows, final_width],
+            "data_offsets": [layout.final_hidden_start, layout.loss_mask_start],
         },
         "loss_mask": {
             "dtype": "U8",
             "shape": [rows],
-            "data_offsets": [features_end, features_end + rows],
+            "data_offsets": [layout.loss_mask_start, layout.end],
         },
     }
+    if not final_width:
+        del tensors["final_hidden"]
     text = json.dumps(tensors, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
@@ -123,6 +149,9 @@ def _pieces(documents: Sequence[Document], dtype: str) -> Iterator[memoryview]:
     for document in documents:
         yield _bytes_of(document.features.to(FEATURE_DTYPES[dtype]))
     for document in documents:
+        if document.final_hidden is not None:
+            yield _bytes_of(document.final_hidden.to(FEATURE_DTYPES[dtype]))
+    for document in documents:
         yield _bytes_of(document.loss_mask.to(torch.uint8))
 
 
@@ -131,7 +160,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_shard(
-    path: Path, documents: Sequence[Document], feature_width: int, dtype: str
+    path: Path,
+    documents: Sequence[Document],
+    feature_width: int,
+    dtype: str,
+    final_width: int = 0,
 ) -> ShardEntry:
     """Write documents to `path` so that a half-written shard never carries its final name.
 
@@ -140,12 +173,13 @@ def write_shard(
         documents: whole documents (a document is never split over shards).
         feature_width: C * d.
         dtype: dtype of the features on disk, a key of `FEATURE_DTYPES`.
+        final_width: d where the documents carry final hidden states, 0 where none does.
 
     Returns:
         The index entry, its checksum computed from the bytes on their way to the disk.
     """
     lengths = tuple(int(document.token_ids.numel()) for document in documents)
-    header = _header(sum(lengths), feature_width, dtype)
+    header = _header(sum(lengths), feature_width, dtype, final_width)
     digest = hashlib.sha256()
     written = 0
     partial = path.with_name(path.name + PARTIAL_SUFFIX)

@@ -45,8 +45,8 @@ class FeatureStore:
     Attributes:
         meta: target, tapped layers, dtype.
         lengths: int64 ``[num_documents]``, tokens of each document.
-        bytes_read: feature bytes read so far by this object (token ids and masks, 5 bytes a
-            row, are not features and not counted).
+        bytes_read: bytes of features and final hidden states read so far by this object (token
+            ids and masks, 5 bytes a row, are not counted).
 
     Raises:
         ConfigError: no store, another schema version, a missing, truncated or corrupted file.
@@ -77,15 +77,18 @@ class FeatureStore:
                 f"{self.path / INDEX_FILE} lists no shard; run `splitkv prepare` again"
             )
         self._layouts = [
-            ShardLayout.of(shard.rows, self.meta.feature_width, self.meta.dtype)
+            ShardLayout.of(
+                shard.rows, self.meta.feature_width, self.meta.dtype, self.meta.final_width
+            )
             for shard in self._shards
         ]
         for shard, layout in zip(self._shards, self._layouts, strict=True):
             self._check_file(shard.file, shard.bytes, shard.sha256, verify)
             if layout.end != shard.bytes:
                 raise ConfigError(
-                    f"{self.path / shard.file}: {shard.rows} rows of {layout.row_bytes} bytes "
-                    f"make {layout.end} bytes, the index says {shard.bytes}"
+                    f"{self.path / shard.file}: {shard.rows} rows of "
+                    f"{layout.row_bytes + layout.final_row_bytes} bytes make {layout.end} bytes, "
+                    f"the index says {shard.bytes}"
                 )
         if self._frozen is not None:
             self._check_file(
@@ -145,19 +148,51 @@ class FeatureStore:
         Raises:
             IndexError: rows that the document does not have.
         """
-        length = int(self.lengths[document])
-        if not 0 <= start <= stop <= length:
-            raise IndexError(f"rows {start}..{stop} of document {document} with {length} rows")
+        self._check_rows(document, start, stop)
         if start == stop:
             return
         shard, row = self._locate(document)
         layout = self._layouts[shard]
-        self._read(
-            shard,
-            layout.features_start + layout.row_bytes * (row + start),
-            out.view(-1).view(torch.uint8).numpy(),
-        )
-        self.bytes_read += layout.row_bytes * (stop - start)
+        self._read_rows(shard, layout.features_start + layout.row_bytes * (row + start), out)
+
+    def read_final_hidden(self, document: int, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start..stop`` of one document's final hidden states; no other row is touched.
+
+        Returns:
+            ``[stop - start, d]`` in the store's dtype: what the target's head reads.
+
+        Raises:
+            ConfigError: the store was written without them.
+            IndexError: rows that the document does not have.
+        """
+        out = torch.empty(stop - start, self.meta.target.hidden_size, dtype=self.feature_dtype)
+        self.read_final_hidden_into(document, start, stop, out)
+        return out
+
+    def read_final_hidden_into(
+        self, document: int, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        """`read_final_hidden` into rows of a tensor that exists (contiguous, the store's dtype)."""
+        self.require_final_hidden()
+        self._check_rows(document, start, stop)
+        if start == stop:
+            return
+        shard, row = self._locate(document)
+        layout = self._layouts[shard]
+        offset = layout.final_hidden_start + layout.final_row_bytes * (row + start)
+        self._read_rows(shard, offset, out)
+
+    def require_final_hidden(self) -> None:
+        """Refuse a store without the target's final hidden states.
+
+        Raises:
+            ConfigError: naming the store and the option that writes them.
+        """
+        if not self.meta.final_hidden:
+            raise ConfigError(
+                f"{self.path} holds no final hidden states of its target, which this training "
+                "needs; prepare it again with `splitkv prepare --final-hidden`"
+            )
 
     def frozen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's frozen embedding and output head.
@@ -202,6 +237,17 @@ class FeatureStore:
     def __del__(self) -> None:
         if hasattr(self, "_handles"):
             self.close()
+
+    def _check_rows(self, document: int, start: int, stop: int) -> None:
+        length = int(self.lengths[document])
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"rows {start}..{stop} of document {document} with {length} rows")
+
+    def _read_rows(self, shard: int, offset: int, out: torch.Tensor) -> None:
+        """Fill rows of features or final hidden states, and count their bytes."""
+        content = out.view(-1).view(torch.uint8).numpy()
+        self._read(shard, offset, content)
+        self.bytes_read += content.nbytes
 
     def _locate(self, document: int) -> tuple[int, int]:
         if not 0 <= document < self.num_documents:
@@ -248,9 +294,9 @@ def _read_index(path: Path) -> dict[str, Any]:
         version = index["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a feature store index: {error!r}") from error
-    if version != SCHEMA_VERSION:
+    if version not in range(1, SCHEMA_VERSION + 1):
         raise ConfigError(
-            f"{file} has schema version {version}, this version reads {SCHEMA_VERSION}; "
+            f"{file} has schema version {version}, this version reads 1 to {SCHEMA_VERSION}; "
             "prepare the store again, or use the version that wrote it"
         )
     if (expected := seal_index(index)["sha256"]) != index.get("sha256"):

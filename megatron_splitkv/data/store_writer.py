@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.meta import SCHEMA_VERSION, StoreMeta
+from megatron_splitkv.data.meta import StoreMeta
 from megatron_splitkv.data.shard import (
     PARTIAL_SUFFIX,
     Document,
@@ -62,7 +62,11 @@ class FeatureStoreWriter:
                 leftover.unlink()
 
     def add_document(
-        self, token_ids: torch.Tensor, loss_mask: torch.Tensor, features: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        loss_mask: torch.Tensor,
+        features: torch.Tensor,
+        final_hidden: torch.Tensor | None = None,
     ) -> None:
         """Append one document.
 
@@ -70,9 +74,11 @@ class FeatureStoreWriter:
             token_ids: ids of the target's vocabulary.
             loss_mask: True where a token is supervised (the response).
             features: tapped layer outputs, concatenated in the order of `target_layer_ids`.
+            final_hidden: what the target's head reads, exactly in stores whose `meta` says so.
 
         Shape:
-            token_ids, loss_mask: ``[n]``, n >= 1. features: ``[n, C * d]``.
+            token_ids, loss_mask: ``[n]``, n >= 1. features: ``[n, C * d]``. final_hidden:
+            ``[n, d]``.
 
         Raises:
             ConfigError: lengths or widths that do not fit, or a token outside the vocabulary.
@@ -86,14 +92,22 @@ class FeatureStoreWriter:
                 f"and features [{length}, {width}], got {list(loss_mask.shape)} and "
                 f"{list(features.shape)}"
             )
+        found = None if final_hidden is None else list(final_hidden.shape)
+        expected = [length, self.meta.final_width] if self.meta.final_hidden else None
+        if found != expected:
+            raise ConfigError(
+                f"document {self._num_documents} with {length} tokens needs final hidden states "
+                f"of shape {expected}, got {found}"
+            )
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self.meta.target.vocab_size:
             raise ConfigError(
                 f"document {self._num_documents} has token {low if low < 0 else high}, outside "
                 f"the vocabulary of {self.meta.target.vocab_size}"
             )
-        document = Document(token_ids, loss_mask, features)
-        row_bytes = width * (4 if self.meta.dtype == "float32" else 2) + 5
+        document = Document(token_ids, loss_mask, features, final_hidden)
+        number_bytes = 4 if self.meta.dtype == "float32" else 2
+        row_bytes = (width + self.meta.final_width) * number_bytes + 5
         if self._pending and self._pending_bytes + length * row_bytes > self._max_shard_bytes:
             self._write_pending()
         self._pending.append(document)
@@ -134,7 +148,7 @@ class FeatureStoreWriter:
         if not self._shards:
             raise ConfigError(f"no document for the feature store {self.path}: nothing to train on")
         index = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": self.meta.schema_version,
             **self.meta.to_json(),
             "frozen": self._frozen,
             "shards": [
@@ -173,6 +187,12 @@ class FeatureStoreWriter:
     def _write_pending(self) -> None:
         path = self.path / f"shard-{len(self._shards):05d}.safetensors"
         self._shards.append(
-            write_shard(path, self._pending, self.meta.feature_width, self.meta.dtype)
+            write_shard(
+                path,
+                self._pending,
+                self.meta.feature_width,
+                self.meta.dtype,
+                self.meta.final_width,
+            )
         )
         self._pending, self._pending_bytes = [], 0

@@ -22,6 +22,9 @@ from megatron_splitkv.data.shard import file_sha256
 Progress = Callable[[int, int], None]
 
 
+_SOFTCAP = "final_logit_softcapping"
+
+
 def silent(done: int, total: int) -> None:
     """The `Progress` of callers who do not watch."""
 
@@ -177,7 +180,27 @@ def document_features(
     batch_tokens: int = 4096,
     progress: Progress = silent,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Tapped hidden states of documents, batched by similar length.
+    """Tapped hidden states of documents, see `document_states`.
+
+    Yields:
+        ``(index of the document, features [n_i, C * d])``, longest documents first.
+    """
+    states = document_states(
+        model, documents, target_layer_ids, batch_tokens=batch_tokens, progress=progress
+    )
+    for i, features, _ in states:
+        yield i, features
+
+
+def document_states(
+    model: Any,
+    documents: Sequence[torch.Tensor],
+    target_layer_ids: Sequence[int],
+    *,
+    batch_tokens: int = 4096,
+    progress: Progress = silent,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Tapped and final hidden states of documents, batched by similar length.
 
     Documents of a batch are padded on the right: in a causal model that changes no real row, so
     no mask is needed. The output head never runs.
@@ -190,7 +213,9 @@ def document_features(
         progress: told the tokens done.
 
     Yields:
-        ``(index of the document, features [n_i, C * d])``, longest documents first.
+        ``(index of the document, features [n_i, C * d], final hidden states [n_i, d])``, longest
+        documents first. The final hidden states are the decoder's output behind its final norm,
+        which the head reads (see `check_final_hidden`).
     """
     lengths = [int(document.numel()) for document in documents]
     order = sorted(range(len(documents)), key=lambda i: (-lengths[i], i))
@@ -200,13 +225,39 @@ def document_features(
             batch = order[at : at + max(1, batch_tokens // max(1, lengths[order[at]]))]
             ids = nn.utils.rnn.pad_sequence([documents[i] for i in batch], batch_first=True)
             with torch.inference_mode():
-                model.get_decoder()(input_ids=ids.to(model.device), use_cache=False)
-                features = collect().cpu()
+                final = model.get_decoder()(input_ids=ids.to(model.device), use_cache=False)[0]
+                features, final = collect().cpu(), final.cpu()
             for row, i in enumerate(batch):
-                yield i, features[row, : lengths[i]]
+                yield i, features[row, : lengths[i]], final[row, : lengths[i]]
                 done += lengths[i]
             at += len(batch)
             progress(done, total)
+
+
+@torch.inference_mode()
+def check_final_hidden(model: Any) -> None:
+    """Refuse a target whose logits are more than the head of its decoder's output.
+
+    Some scale their logits: trained against the head of its final hidden states, a drafter would
+    learn another distribution than the target's. Capped ones (``final_logit_softcapping``) are
+    known to drafters.
+
+    Args:
+        model: from `load_target`.
+
+    Raises:
+        ConfigError: naming the target's class.
+    """
+    ids = torch.arange(4, device=model.device)[None]
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    bare = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False)[0])
+    bare, cap = bare.float(), getattr(model.config.get_text_config(), _SOFTCAP, None)
+    expected = bare if cap is None else cap * torch.tanh(bare / cap)
+    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits: its distribution is not that of its head "
+            "applied to its final hidden states; prepare it without --final-hidden"
+        )
 
 
 def greedy_responses(

@@ -94,7 +94,8 @@ def _read_checkpoint(folder: Path) -> dict[str, Any]:
     """
     import json
 
-    from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
+    from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE
+    from megatron_splitkv.drafter.kinds import load_config
     from megatron_splitkv.export.checkpoint import find_iteration, read_model_tensors
     from megatron_splitkv.export.dcp_reader import TensorReader
     from megatron_splitkv.export.zlab import check_tensors, megatron_shapes
@@ -103,7 +104,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Any]:
     config_file = folder / DRAFTER_CONFIG_FILE
     if not config_file.is_file():
         raise ConfigError(f"{folder} has no {DRAFTER_CONFIG_FILE}: it is of no drafter")
-    config = DFlashConfig.load(config_file)
+    config = load_config(config_file)
     reader = TensorReader(path)
     # A file up to Megatron 0.18, an object in the table from 0.19 on.
     entries = reader.read_metadata().state_dict_metadata

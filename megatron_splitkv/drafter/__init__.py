@@ -1,4 +1,4 @@
-"""DFlash drafters: configuration, Megatron modules, model.
+"""The drafter family: configuration, Megatron modules, model.
 
 The configuration needs no Megatron; the rest is imported when it is asked for.
 """
@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_splitkv.data.meta import default_target_layer_ids
-from megatron_splitkv.drafter.config import PRESETS, DFlashConfig
+from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.drafter.domino_config import DominoConfig
+from megatron_splitkv.drafter.dspark_config import DSparkConfig
+from megatron_splitkv.drafter.presets import PRESETS
 
 if TYPE_CHECKING:
     from megatron_splitkv.drafter.model import DFlashModel
@@ -24,6 +27,8 @@ __all__ = [
     "PRESETS",
     "DFlashConfig",
     "DFlashModel",
+    "DSparkConfig",
+    "DominoConfig",
     "check_transformer_config",
     "default_target_layer_ids",
     "get_dflash_layer_spec",

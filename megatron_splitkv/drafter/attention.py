@@ -58,7 +58,8 @@ class DFlashAttention(Attention):
 
     The steps of split-KV are taken apart here: queries travel while keys and values are projected,
     may be gathered before their projection, and outputs scattered behind theirs. Other strategies
-    take projected tensors. `core_attention` says which strategy and kernel, and what travels.
+    take projected tensors. `core_attention` says which strategy and kernel, what travels, and how
+    far back a query sees.
 
     Context and draft rows go through the same key/value projection one after the other and stay
     separate tensors: joining them would copy the context's keys and values in every layer.
@@ -155,7 +156,7 @@ class DFlashAttention(Attention):
             [len(key_value_states), len(key_value_states) + len(hidden_states)]
         )
         plan = plan_of(packed_seq_params)
-        scale = self.core_attention.softmax_scale
+        scale, window = self.core_attention.softmax_scale, self.core_attention.block_window
         if self.strategy != "splitkv":
             key, value, block_key, block_value = self._keys(
                 key_value_states, hidden_states, context_rotary, block_rotary
@@ -171,6 +172,7 @@ class DFlashAttention(Attention):
                 strategy=self.strategy,
                 kernel=self.core_attention.kernel,
                 softmax_scale=scale,
+                window=window,
                 options=self.options,
             )
             return self.linear_proj(merged.flatten(1).unsqueeze(1))
@@ -181,6 +183,7 @@ class DFlashAttention(Attention):
             hidden_states.device,
             kernel=self._kernel(hidden_states),
             softmax_scale=self.hidden_size_per_attention_head**-0.5 if scale is None else scale,
+            window=window,
             options=self.options,
         )
         # Queries travel while keys and values are projected; backward, dq while they go back.
@@ -212,8 +215,12 @@ class DFlashAttention(Attention):
     @property
     def communication(self) -> str:
         """Strategy, options and levels, in words that are equal on ranks that fit together."""
-        near = ranks_on_node(self.core_attention.cp_group, self.options.ranks_per_node)
-        return f"{self.strategy} {self.options} over {near} ranks a node"
+        return f"{self.strategy} {self.options} over {self.node_ranks} ranks a node"
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of the group on each of several nodes; 1 where partial results take one level."""
+        return ranks_on_node(self.core_attention.cp_group, self.options.ranks_per_node)
 
     def places(self, plan: AttentionPlan, like: torch.Tensor) -> Places:
         """Where this layer gathers queries and scatters outputs for a micro-batch.
@@ -238,6 +245,7 @@ class DFlashAttention(Attention):
                 head_width=self.hidden_size_per_attention_head,
                 hidden_size=self.config.hidden_size,
                 itemsize=like.element_size(),
+                node_ranks=self.node_ranks,
             ),
             self.options.links_on(like.device.type),
         )

@@ -1,25 +1,31 @@
 """What a DFlash drafter is, without Megatron: shapes, tapped layers, block, published sizes."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megatron_splitkv.config import ConfigError, require_choice
 from megatron_splitkv.data.meta import (
     TargetInfo,
     check_mask_token,
     check_target_layer_ids,
-    default_target_layer_ids,
 )
+from megatron_splitkv.drafter.presets import PRESETS
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 # Training writes it beside its checkpoints, export reads it there.
 DRAFTER_CONFIG_FILE = "drafter_config.json"
+# The key in it that names the kind of drafter; files without it are of DFlash drafters.
+KIND_KEY = "drafter"
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+LOSS_WEIGHTS = ("decay", "dpace")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,16 @@ class DFlashConfig:
         bos_token_id: the target's, for exported configurations.
         eos_token_ids: the target's; none of them may be the mask token.
         pad_token_id: the target's; may not be the mask token.
+        layer_types: ``full_attention`` or ``sliding_attention`` of each layer; empty is full
+            attention everywhere.
+        sliding_window: W, a query of a sliding layer sees keys less than W positions before it, and
+            none behind it in its own block. None without such layers.
+        input_embedding_scale: what the target multiplies its embeddings with; draft rows alike.
+        final_logit_softcapping: c of the target's ``c tanh(logits / c)``; None without.
+        loss_weights: what a slot weighs in the loss: ``decay`` with its distance, or ``dpace``, the
+            acceptance that it can still earn.
+        distillation_weight: share of the divergence from the target's distribution in the loss;
+            labels have the rest.
 
     Raises:
         ConfigError: a value that no drafter can have.
@@ -68,16 +84,33 @@ class DFlashConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    input_embedding_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+    loss_weights: str = "decay"
+    distillation_weight: float = 0.0
+
+    kind: ClassVar[str] = "dflash"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        layer_types = tuple(self.layer_types) or (FULL_ATTENTION,) * self.num_layers
+        object.__setattr__(self, "layer_types", layer_types)
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in ("rope_theta", "rms_norm_eps", "loss_decay_gamma"):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be positive")
+        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
+            raise ConfigError(
+                f"final_logit_softcapping is {self.final_logit_softcapping}, it must be positive; "
+                "leave it out if the target has none"
+            )
+        self._check_layer_types()
+        self._check_loss()
         if self.block_size < 2:
             raise ConfigError(
                 f"block_size is {self.block_size}, it must be at least 2: the anchor and a slot to "
@@ -104,6 +137,71 @@ class DFlashConfig:
             )
         )
 
+    def _check_layer_types(self) -> None:
+        if len(self.layer_types) != self.num_layers:
+            raise ConfigError(
+                f"layer_types names {len(self.layer_types)} layers, the drafter has "
+                f"{self.num_layers}; name each, or none for full attention everywhere"
+            )
+        for layer_type in self.layer_types:
+            require_choice("layer type", layer_type, (FULL_ATTENTION, SLIDING_ATTENTION))
+        slides = SLIDING_ATTENTION in self.layer_types
+        if slides and (self.sliding_window is None or self.sliding_window < 1):
+            raise ConfigError(
+                f"layers with sliding attention need a sliding_window of at least 1, it is "
+                f"{self.sliding_window}"
+            )
+        if not slides and self.sliding_window is not None:
+            raise ConfigError(
+                f"sliding_window is {self.sliding_window}, but no layer slides; name the layers "
+                f"that do in layer_types ({SLIDING_ATTENTION})"
+            )
+
+    def _check_loss(self) -> None:
+        require_choice("loss_weights", self.loss_weights, LOSS_WEIGHTS)
+        if not 0 <= self.distillation_weight <= 1:
+            raise ConfigError(
+                f"distillation_weight is {self.distillation_weight}, it must be in [0, 1]"
+            )
+        if self.kind != "dflash" and (self.loss_weights != "decay" or self.distillation_weight):
+            raise ConfigError(
+                f"loss_weights {self.loss_weights!r} with distillation_weight "
+                f"{self.distillation_weight} is for dflash drafters; a {self.kind} drafter has a "
+                "loss of its own, with weights that decay: leave both out"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of every layer, in tokens; None is full attention."""
+        return tuple(
+            self.sliding_window if layer_type == SLIDING_ATTENTION else None
+            for layer_type in self.layer_types
+        )
+
+    @property
+    def label_shift(self) -> int:
+        """0: slot k predicts the token at its own position, slot 0 none. 1: the one behind it."""
+        return 0
+
+    @property
+    def first_trained_slot(self) -> int:
+        """The first slot that predicts a token."""
+        return 1 - self.label_shift
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens that a draft step proposes."""
+        return self.block_size - self.first_trained_slot
+
+    @property
+    def needs_final_hidden(self) -> bool:
+        """Whether training wants the target's final hidden states beside the tapped ones."""
+        return self.distillation_weight > 0
+
+    def head_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of what this kind of drafter adds to the backbone, by public names."""
+        return {}
+
     @property
     def feature_width(self) -> int:
         """C * d, the numbers in one row of tapped target features."""
@@ -115,7 +213,8 @@ class DFlashConfig:
         keys_and_values = 2 * self.num_key_value_heads * self.head_dim
         attention = d * (queries + keys_and_values) + queries * d + 2 * self.head_dim
         layer = attention + 3 * d * self.ffn_hidden_size + 2 * d
-        return self.feature_width * d + d + self.num_layers * layer + d
+        heads = sum(math.prod(shape) for shape in self.head_shapes().values())
+        return self.feature_width * d + d + self.num_layers * layer + d + heads
 
     @classmethod
     def preset(cls, target_name: str) -> Self:
@@ -130,20 +229,24 @@ class DFlashConfig:
         return cls(**PRESETS[require_choice("target", target_name, PRESETS)])
 
     def to_json(self) -> str:
-        """Return the configuration as a JSON object, keys in the order of the fields."""
-        return json.dumps(asdict(self), indent=2)
+        """Return the kind and the configuration as a JSON object, in the order of the fields."""
+        return json.dumps({KIND_KEY: self.kind} | asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Inverse of `to_json`; keys that are not the drafter's are left to others.
 
+        For files of any kind of drafter there is `kinds.load_config`.
+
         Raises:
-            ConfigError: not a JSON object, a missing key, or an impossible value.
+            ConfigError: not a JSON object, of another kind, a missing key, or an impossible value.
         """
         try:
             values = json.loads(text)
+            if (kind := values.get(KIND_KEY, "dflash")) != cls.kind:
+                raise ConfigError(f"the configuration is of a {kind} drafter, not of {cls.kind}")
             return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-        except (json.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a drafter configuration: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -177,6 +280,7 @@ class DFlashConfig:
         return build_transformer_config(self, overrides)
 
 
+_POSITIVE = ("rope_theta", "rms_norm_eps", "loss_decay_gamma", "input_embedding_scale")
 _SIZES: Sequence[str] = (
     "num_layers",
     "hidden_size",
@@ -188,50 +292,3 @@ _SIZES: Sequence[str] = (
     "num_target_layers",
     "max_position_embeddings",
 )
-
-# The sizes of the published drafters; all layers attend to the full context.
-PRESETS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "num_layers": 5,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "num_target_layers": 36,
-        "target_layer_ids": default_target_layer_ids(36, 5),
-        "mask_token_id": 151669,
-        "bos_token_id": 151643,
-        "eos_token_ids": (151645,),
-        "pad_token_id": 151643,
-    },
-    "qwen3.5-35b-a3b": {
-        "num_layers": 8,
-        "hidden_size": 2048,
-        "ffn_hidden_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 248320,
-        "num_target_layers": 40,
-        "target_layer_ids": default_target_layer_ids(40, 5),
-        "mask_token_id": 248070,
-        "rope_theta": 1e7,
-        "max_position_embeddings": 262144,
-    },
-    "qwen3.5-27b": {
-        "num_layers": 5,
-        "hidden_size": 5120,
-        "ffn_hidden_size": 17408,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 248320,
-        "num_target_layers": 64,
-        "target_layer_ids": default_target_layer_ids(64, 5),
-        "mask_token_id": 248070,
-        "rope_theta": 1e7,
-        "max_position_embeddings": 262144,
-    },
-}

@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.comm import all_reduce_sum, group_rank, group_size
+from megatron_splitkv.comm import all_reduce_sum
+from megatron_splitkv.drafter.vocabulary_matrix import vocabulary_rows
 
 
 class FrozenVocabulary(torch.nn.Module):
@@ -40,9 +41,8 @@ class FrozenVocabulary(torch.nn.Module):
         self.tp_group = tp_group
         self.mask_token_id = mask_token_id
         vocab_size = embedding_weight.shape[0]
-        rank, size = group_rank(tp_group), group_size(tp_group)
-        self.vocab_start = rank * vocab_size // size
-        local = slice(self.vocab_start, (rank + 1) * vocab_size // size)
+        local = vocabulary_rows(vocab_size, tp_group)
+        self.vocab_start = local.start
         self._register("embedding_weight", embedding_weight[local], dtype)
         self._register(
             "untied_head_weight", None if head_weight is None else head_weight[local], dtype
@@ -71,11 +71,18 @@ class FrozenVocabulary(torch.nn.Module):
             ``block_tokens`` int64 ``[N * B]``; the result ``[N * B, d]``.
         """
         anchors = block_tokens.view(-1, block_size)[:, 0]
-        tokens = torch.cat([anchors, anchors.new_full((1,), self.mask_token_id)])
-        local = tokens - self.vocab_start
-        is_local = (local >= 0) & (local < self.embedding_weight.shape[0])
-        rows = self.embedding_weight[torch.where(is_local, local, 0)] * is_local[:, None]
-        rows = all_reduce_sum(rows, self.tp_group, label="embedding")
+        rows = self.embed(torch.cat([anchors, anchors.new_full((1,), self.mask_token_id)]))
         blocks = rows[-1].expand(anchors.shape[0], block_size, -1).clone()
         blocks[:, 0] = rows[:-1]
         return blocks.flatten(0, 1)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look tokens up, and under TP sum the rows over ranks.
+
+        Shape:
+            ``tokens`` int64 ``[rows]``, equal on all TP ranks; the result ``[rows, d]``.
+        """
+        local = tokens - self.vocab_start
+        is_local = (local >= 0) & (local < self.embedding_weight.shape[0])
+        rows = self.embedding_weight[torch.where(is_local, local, 0)] * is_local[:, None]
+        return all_reduce_sum(rows, self.tp_group, label="embedding")

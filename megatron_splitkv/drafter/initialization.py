@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_splitkv.comm import group_rank, group_size
+from megatron_splitkv.drafter.vocabulary_matrix import vocabulary_rows
 
 # Projections into the residual stream, which Megatron scales down with depth.
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
@@ -38,6 +39,11 @@ def initialize_weights(
         if parameter.dim() < 2:
             continue
         method = output_layer_init_method if name.endswith(_INTO_RESIDUAL) else init_method
+        if (vocab_size := getattr(parameter, "vocab_size", None)) is not None:
+            whole = torch.empty(vocab_size, *parameter.shape[1:], dtype=torch.float32)
+            _draw(whole, method, f"{seed}/{name}")
+            parameter.copy_(whole[vocabulary_rows(vocab_size, tp_group)])
+            continue
         is_split = getattr(parameter, "tensor_model_parallel", False)
         size = group_size(tp_group) if is_split else 1
         axis = getattr(parameter, "partition_dim", 0) if is_split else 0

@@ -24,9 +24,10 @@ from megatron_splitkv.drafter.feature_projection import FeatureProjection
 from megatron_splitkv.drafter.frozen import FrozenVocabulary
 from megatron_splitkv.drafter.initialization import initialize_weights
 from megatron_splitkv.drafter.rope import rotary_cos_sin
+from megatron_splitkv.drafter.specs import with_window
 from megatron_splitkv.drafter.transformer_config import check_transformer_config
 from megatron_splitkv.loss import (
-    chunked_cross_entropy,
+    chunked_draft_loss,
     drafter_report,
     fixed_point_loss,
     loggable,
@@ -76,6 +77,8 @@ class DFlashModel(MegatronModule):
         _check_vocabulary(dflash, embedding_weight, head_weight)
         self.model_type = ModelType.encoder_or_decoder
         self.dflash = dflash
+        # Share of the training that is done, in [0, 1]; kept by the forward step.
+        self.training_progress = 0.0
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = self.pg_collection.tp
         self.cp_group = self.pg_collection.cp
@@ -97,10 +100,12 @@ class DFlashModel(MegatronModule):
         self.decoder = TransformerBlock(
             config=config,
             spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec] * config.num_layers, layer_norm=norm
+                layer_specs=[with_window(layer_spec, window) for window in dflash.windows],
+                layer_norm=norm,
             ),
             pg_collection=self.pg_collection,
         )
+        self.build_heads()
         initialize_weights(
             self,
             init_method=config.init_method,
@@ -141,24 +146,72 @@ class DFlashModel(MegatronModule):
         """
         dflash = self.dflash
         hidden = self.draft(batch, plan)
-        labels, label_mask = batch["block_labels"], batch["block_label_mask"]
-        weights = slot_weights(label_mask, dflash.block_size, dflash.loss_decay_gamma)
-        numerator, predictions = chunked_cross_entropy(
-            hidden,
-            self.vocabulary.head_weight,
-            labels,
-            weights,
-            tp_group=self.tp_group,
-            vocab_start=self.vocabulary.vocab_start,
+        weights = slot_weights(
+            batch["block_label_mask"],
+            dflash.block_size,
+            # D-PACE's own weights come with the loss.
+            dflash.loss_decay_gamma if dflash.loss_weights == "decay" else math.inf,
+            dflash.first_trained_slot,
         )
+        numerator, predictions, more = self.loss(hidden, batch, weights)
         loss, num_tokens = fixed_point_loss(numerator, weights, cp_group=self.cp_group)
         report = {
             "lm loss": torch.stack([numerator.detach(), weights.sum()]),
             **drafter_report(
-                predictions, labels, label_mask, batch["block_keep_mask"], dflash.block_size
+                predictions,
+                batch["block_labels"],
+                batch["block_label_mask"],
+                batch["block_keep_mask"],
+                dflash.block_size,
+                dflash.first_trained_slot,
             ),
+            **more,
         }
         return loss, num_tokens, loggable(report)
+
+    def loss(
+        self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Price the drafts through the target's frozen head.
+
+        Args:
+            hidden: of `draft`.
+            batch: as in `forward`.
+            weights: of the slots, 0 where there is nothing to predict. A loss that weighs by what
+                it finds writes back what the slots weighed.
+
+        Returns:
+            numerator: weighted sum of the losses of this rank's rows, fp32, complete over tensor
+                parallelism.
+            predictions: predicted tokens, `loss.IGNORED_PREDICTION` where the weight is 0.
+            report: further fp32 (numerator, denominator) pairs for the log.
+
+        Shape:
+            ``hidden [Q, d]``, ``weights`` and predictions ``[Q]``.
+        """
+        dflash = self.dflash
+        teaches, dpace = dflash.distillation_weight > 0, dflash.loss_weights == "dpace"
+        priced = chunked_draft_loss(
+            hidden,
+            self.vocabulary.head_weight,
+            batch["block_labels"],
+            weights,
+            tp_group=self.tp_group,
+            vocab_start=self.vocabulary.vocab_start,
+            softcap=dflash.final_logit_softcapping,
+            dpace_block_size=dflash.block_size if dpace else None,
+            teacher_hidden=batch["block_teacher_hidden"] if teaches else None,
+            distillation_weight=dflash.distillation_weight,
+        )
+        weights.copy_(priced.weights)
+        report = {"kl to target": torch.stack([priced.divergence, priced.weights.sum()])}
+        return priced.numerator, priced.predictions, report if teaches else {}
+
+    def build_heads(self) -> None:
+        """Make the parameters that a kind of drafter has beside the backbone: none here.
+
+        Called once, before the weights are drawn. Under the public names of `head_shapes`.
+        """
 
     def places(self, plan: ContextPlan) -> Places:
         """Where the layers gather queries and scatter outputs for a micro-batch."""
@@ -182,6 +235,8 @@ class DFlashModel(MegatronModule):
         features = batch["context_features"].to(self.fc.weight.dtype)
         context = self.hidden_norm(self.fc(features[:, None])[0])  # [S, 1, d]
         blocks = self.vocabulary.embed_blocks(batch["block_tokens"], self.dflash.block_size)
+        if self.dflash.input_embedding_scale != 1.0:
+            blocks = blocks * self.dflash.input_embedding_scale
         positions = [batch["context_positions"], batch["block_positions"]]
         layers = (layer.self_attention for layer in self.decoder.layers)
         if any(layer.places(plan, self.fc.weight).gather == "hidden" for layer in layers):

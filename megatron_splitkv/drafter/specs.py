@@ -1,5 +1,6 @@
 """ModuleSpecs of the drafter's layer, with Megatron's own modules or Transformer Engine's."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,8 @@ def get_dflash_layer_spec(
     """Return the spec of one drafter layer.
 
     Norms and linears stay separate modules with either backend: attention needs the normed rows
-    twice, and so a checkpoint has the same names whichever backend wrote it.
+    twice, and so a checkpoint has the same names whichever backend wrote it. Windows of sliding
+    layers are the drafter's: the model gives each layer its own.
 
     Args:
         backend: ``local``, ``transformer_engine``, or a provider of Megatron modules.
@@ -60,6 +62,22 @@ def get_dflash_layer_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def with_window(layer_spec: ModuleSpec, window: int | None) -> ModuleSpec:
+    """Return the spec of a layer whose queries see no keys that far before them.
+
+    Args:
+        layer_spec: of `get_dflash_layer_spec`, or alike.
+        window: `DFlashConfig.windows` of the layer; None, full attention, leaves the spec as it is.
+    """
+    if window is None:
+        return layer_spec
+    layer, attention = layer_spec.submodules, layer_spec.submodules.self_attention
+    core_attention = partial(attention.submodules.core_attention, block_window=window)
+    submodules = replace(attention.submodules, core_attention=core_attention)
+    attention = replace(attention, submodules=submodules)
+    return replace(layer_spec, submodules=replace(layer, self_attention=attention))
 
 
 def _provider(backend: str) -> Any:

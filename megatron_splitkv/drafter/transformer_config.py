@@ -64,9 +64,11 @@ def check_transformer_config(config: TransformerConfig, dflash: DFlashConfig) ->
         "calculate_per_token_loss": (True, "set --calculate-per-token-loss"),
         "fine_grained_activation_offloading": (False, "recompute activations instead"),
         "cuda_graph_impl": ("none", "a batch's shapes change from step to step"),
+        "window_size": (None, "sliding layers are the drafter's (layer_types, sliding_window)"),
+        "use_mup": (False, "scales are the drafter's (input_embedding_scale)"),
     }
     for name, (allowed, advice) in requirements.items():
-        value = getattr(config, name)
+        value = getattr(config, name, allowed)  # older versions lack some
         if value != allowed:
             raise ConfigError(f"{name} is {value!r}, it must be {allowed!r}: {advice}")
     if config.num_query_groups % config.tensor_model_parallel_size:

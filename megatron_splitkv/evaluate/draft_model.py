@@ -1,14 +1,17 @@
-"""A DFlash drafter in plain torch, for one text at a time: what a serving engine does, small.
+"""A drafter's backbone in plain torch, for a few texts at once: what a serving engine does, small.
 
 The context rows that all layers attend to are the same tapped target features, normed once and
 updated by no layer. So each row's keys and values are computed when the row arrives, in every
-layer at once, and never again; a draft step then only runs its block.
+layer at once, and never again; a draft step then only runs its blocks. Texts have their own
+lengths: the new rows of all texts go through the projections one behind the other, without
+padding, and the attention of a block masks what its own text does not hold.
 
-Shape legend: B draft rows, R new context rows, C tapped layers, d hidden size, n_q query and n_kv
-key/value heads, hd head width.
+Shape legend: n texts, b slots of the longest block, R new context rows of all texts, C tapped
+layers, d hidden size, n_q query and n_kv key/value heads, hd head width, S visible cache slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -17,39 +20,16 @@ from torch import nn
 
 from megatron_splitkv.drafter.config import DFlashConfig
 from megatron_splitkv.drafter.rope import apply_rotary, rotary_cos_sin
+from megatron_splitkv.evaluate.context_cache import ContextCache
 
 _INITIAL_STD = 0.02
 
 
-class ContextCache:
-    """Keys and values of the context rows of one text, a slot a position.
-
-    Slots from `length` on are free: a draft step writes its block's keys and values there, reads
-    all of them as one view, and leaves them to be overwritten.
-
-    Args:
-        config: the drafter.
-        max_length: positions of the text, prompt included.
-        like: gives dtype and device.
-    """
-
-    def __init__(self, config: DFlashConfig, max_length: int, like: torch.Tensor) -> None:
-        shape = (config.num_layers, config.num_key_value_heads, max_length, config.head_dim)
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
-        self.length = 0
-
-    def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store rows ``[rows, n_kv, hd]`` of one layer at the positions from `start` on."""
-        positions = slice(start, start + key.shape[0])
-        self.keys[layer, :, positions] = key.transpose(0, 1)
-        self.values[layer, :, positions] = value.transpose(0, 1)
-
-
 class DraftModel(nn.Module):
-    """The drafter; parameters carry the names of the public checkpoint.
+    """The drafter without embedding and head; parameters carry the public checkpoint's names.
 
     Args:
-        config: the drafter.
+        config: the drafter, of any kind.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -67,11 +47,13 @@ class DraftModel(nn.Module):
 
         Args:
             config: the drafter.
-            tensors: by their public names, all of one dtype; see `export.read_drafter`.
+            tensors: by their public names, all of one dtype; see `export.read_drafter`. Those of
+                the kind's head are left to `heads.proposal_head`.
         """
         with torch.device("meta"):
             model = cls(config)
-        model.load_state_dict(dict(tensors), strict=True, assign=True)
+        own = {name: tensors[name] for name in tensors.keys() - config.head_shapes().keys()}
+        model.load_state_dict(own, strict=True, assign=True)
         return model.eval().requires_grad_(False)
 
     @classmethod
@@ -90,50 +72,116 @@ class DraftModel(nn.Module):
         return model.eval()
 
     def new_cache(self, max_length: int) -> ContextCache:
-        """Return an empty cache for a text of at most `max_length` tokens."""
+        """Return an empty cache for one text of at most `max_length` tokens."""
         return ContextCache(self.config, max_length, self.fc.weight)
 
-    def extend_context(self, features: torch.Tensor, cache: ContextCache) -> None:
+    def extend_context(
+        self, features: torch.Tensor, cache: ContextCache, counts: Sequence[int] | None = None
+    ) -> None:
         """Append context rows: project them and keep each layer's keys and values.
 
         Args:
-            features: outputs of the tapped target layers at the positions from
-                ``cache.length`` on.
-            cache: of this text.
+            features: outputs of the tapped target layers at the positions from each text's length
+                on, one text behind the other.
+            cache: of these texts.
+            counts: new rows of each text; None where there is only one text.
 
         Shape:
             ``features [R, C * d]``.
         """
+        counts = [features.shape[0]] if counts is None else counts
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        rotary = self._rotary(cache.length, features.shape[0])
+        rows = _Rows.behind(cache, counts, context.device)
+        rotary = self._rotary(rows.positions)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, _Layer)
             key, value = layer.self_attn.key_value(context, rotary)
-            cache.write(i, cache.length, key, value)
-        cache.length += features.shape[0]
+            cache.write(i, rows.texts, rows.positions, key, value)
+        cache.lengths = [old + new for old, new in zip(cache.lengths, counts, strict=True)]
 
-    def draft(self, block: torch.Tensor, cache: ContextCache) -> torch.Tensor:
-        """Run one block behind the context; the cache's length stays as it is.
+    def draft(
+        self, blocks: torch.Tensor, cache: ContextCache, slots: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Run one block of every text behind its context; the cache's lengths stay as they are.
 
         Args:
-            block: target embeddings of the anchor's token and of the mask tokens.
-            cache: holds the context rows of all positions before the anchor.
+            blocks: scaled target embeddings of the anchor's token and of the mask tokens, one text
+                behind the other, padded to the longest block.
+            cache: holds the context rows of all positions before each anchor.
+            slots: of each text's own block; None if no block is padded.
 
         Returns:
-            Final hidden states, ready for the target's head.
+            Final hidden states, ready for the target's head; finite and meaningless in padding.
 
         Shape:
-            ``block`` and result ``[B, d]``.
+            ``blocks`` and result ``[n * b, d]``.
         """
-        hidden = block.to(self.fc.weight.dtype)
-        rotary = self._rotary(cache.length, block.shape[0])
+        texts = len(cache.lengths)
+        b = blocks.shape[0] // texts
+        rows = _Rows.behind(cache, [b] * texts, blocks.device)
+        masks = {
+            window: _mask(self.config, cache.lengths, slots or [b] * texts, b, window, rows)
+            for window in set(self.config.windows)
+        }
+        hidden = blocks.to(self.fc.weight.dtype)
+        rotary = self._rotary(rows.positions)
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotary, cache, i)
+            hidden = layer(hidden, rotary, cache, i, rows, masks[self.config.windows[i]])
         return self.norm(hidden)
 
-    def _rotary(self, start: int, rows: int) -> torch.Tensor:
-        positions = torch.arange(start, start + rows, device=self.fc.weight.device)
+    def _rotary(self, positions: torch.Tensor) -> torch.Tensor:
         return rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where rows belong: text and position, int64 ``[rows]`` each."""
+
+    texts: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def behind(cls, cache: ContextCache, counts: Sequence[int], device: torch.device) -> Self:
+        """The next `counts` positions of each text of a cache."""
+        texts = [text for text, count in enumerate(counts) for _ in range(count)]
+        positions = [
+            position
+            for length, count in zip(cache.lengths, counts, strict=True)
+            for position in range(length, length + count)
+        ]
+        return cls(torch.tensor(texts, device=device), torch.tensor(positions, device=device))
+
+
+def _mask(
+    config: DFlashConfig,
+    lengths: Sequence[int],
+    slots: Sequence[int],
+    b: int,
+    window: int | None,
+    rows: _Rows,
+) -> torch.Tensor | None:
+    """What every slot of every block sees of the cache; None if it is everything.
+
+    A slot of a full layer sees its context and all of its block. In a layer with a window it sees
+    less than W positions back, and no slot behind itself.
+
+    Shape:
+        result bool ``[n, 1, (n_q / n_kv) * b, S]``: the query heads of one key/value head lie one
+        behind the other.
+
+    Source: z-lab/dflash, `dflash/model.py`, `_attention_mask` and `Qwen3DFlashAttention`.
+    """
+    if window is None and len(lengths) == 1:
+        return None
+    keys = torch.arange(max(lengths) + b, device=rows.positions.device)
+    if window is None:
+        ends = [length + own for length, own in zip(lengths, slots, strict=True)]
+        visible = keys < torch.tensor(ends, device=keys.device)[:, None, None]
+        visible = visible.expand(-1, b, -1)
+    else:
+        behind = rows.positions.view(-1, b, 1) - keys
+        visible = (behind >= 0) & (behind < window)
+    return visible.repeat(1, config.num_attention_heads // config.num_key_value_heads, 1)[:, None]
 
 
 class _Layer(nn.Module):
@@ -146,9 +194,16 @@ class _Layer(nn.Module):
         self.mlp = _SwiGLU(d, config.ffn_hidden_size)
 
     def forward(
-        self, hidden: torch.Tensor, rotary: torch.Tensor, cache: ContextCache, layer: int
+        self,
+        hidden: torch.Tensor,
+        rotary: torch.Tensor,
+        cache: ContextCache,
+        layer: int,
+        rows: _Rows,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, cache, layer)
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(normed, rotary, cache, layer, rows, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -172,18 +227,30 @@ class _Attention(nn.Module):
         return _rotate(key, rotary), self._heads(self.v_proj(rows))
 
     def forward(
-        self, rows: torch.Tensor, rotary: torch.Tensor, cache: ContextCache, layer: int
+        self,
+        hidden: torch.Tensor,
+        rotary: torch.Tensor,
+        cache: ContextCache,
+        layer: int,
+        rows: _Rows,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        query = _rotate(self.q_norm(self._heads(self.q_proj(rows))), rotary)
-        cache.write(layer, cache.length, *self.key_value(rows, rotary))
-        visible = slice(0, cache.length + rows.shape[0])
-        out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            cache.keys[layer, :, visible][None],
-            cache.values[layer, :, visible][None],
-            enable_gqa=True,
-        )
-        return self.o_proj(out[0].transpose(0, 1).flatten(1))
+        query = _rotate(self.q_norm(self._heads(self.q_proj(hidden))), rotary)
+        cache.write(layer, rows.texts, rows.positions, *self.key_value(hidden, rotary))
+        texts = len(cache.lengths)
+        b = hidden.shape[0] // texts
+        visible = slice(0, max(cache.lengths) + b)
+        key, value = cache.keys[layer, :, :, visible], cache.values[layer, :, :, visible]
+        query = query.unflatten(0, (texts, b)).transpose(1, 2)  # [n, n_q, b, hd]
+        if mask is None:
+            out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        else:
+            # Query heads as rows of their key/value head: fused kernels that take a mask know no
+            # groups, and would otherwise want every key once per query head.
+            grouped = query.reshape(texts, key.shape[1], -1, self.head_dim)
+            out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
+            out = out.reshape(query.shape)
+        return self.o_proj(out.transpose(1, 2).reshape(texts * b, -1))
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(-1, (-1, self.head_dim))

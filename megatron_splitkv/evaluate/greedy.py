@@ -7,8 +7,8 @@ below it, it is a near-tie: counted, reported, and the rest of the text is then 
 target's choice given that very text.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -61,34 +61,79 @@ class Comparison:
 
 def greedy_decode(
     target: CachedTarget,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     stop_token_ids: Collection[int] = (),
-) -> GreedyText:
+    batch_size: int = 1,
+) -> Iterator[tuple[int, GreedyText]]:
     """Decode greedily, one token at a time, with a KV cache.
 
     Args:
-        target: at the start of a text.
-        prompt: token ids.
+        target: without a text.
+        prompts: token ids.
         max_new_tokens: longest continuation.
-        stop_token_ids: ids that end it.
+        stop_token_ids: ids that end a text.
+        batch_size: texts decoded together; one that has ended makes room for the next prompt.
+
+    Yields:
+        ``(index of the prompt, its text)``, in the order in which the texts end.
     """
-    new_tokens: list[int] = []
-    gaps: list[float] = []
-    features: list[torch.Tensor] = []
-    unread = list(prompt)
-    while len(new_tokens) < max_new_tokens and not (
-        new_tokens and new_tokens[-1] in stop_token_ids
-    ):
-        logits, rows = target.forward(unread, last_only=True)
-        target.crop(target.length)
-        best = logits[-1].topk(2)
-        unread = [int(best.indices[0])]
-        new_tokens += unread
-        gaps.append(float(best.values[0] - best.values[1]))
-        features.append(rows)
-    return GreedyText(list(prompt), new_tokens, gaps, torch.cat(features))
+    running: list[_Text] = []
+    coming = iter(enumerate(prompts))
+    while True:
+        while len(running) < batch_size and (prompt := next(coming, None)) is not None:
+            index, tokens = prompt
+            logits, features = target.read(tokens)
+            text = _Text(index, list(tokens))
+            text.add(*_best(logits[None])[0], features)
+            if text.has_ended(max_new_tokens, stop_token_ids):
+                target.keep([0] * (len(running) + 1), range(len(running)))
+                yield text.result()
+            else:
+                running.append(text)
+        if not running:
+            return
+        logits, features = target.forward([text.new_tokens[-1:] for text in running])
+        for text, (token, gap), rows in zip(running, _best(logits[:, 0]), features, strict=True):
+            text.add(token, gap, rows)
+        over = [text.has_ended(max_new_tokens, stop_token_ids) for text in running]
+        staying = [i for i, ended in enumerate(over) if not ended]
+        target.keep([1] * len(running), staying)
+        finished = [text for text, ended in zip(running, over, strict=True) if ended]
+        running = [running[i] for i in staying]
+        for text in finished:
+            yield text.result()
+
+
+@dataclass
+class _Text:
+    """A text while it is decoded."""
+
+    index: int
+    prompt: list[int]
+    new_tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    features: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, token: int, gap: float, features: torch.Tensor) -> None:
+        self.new_tokens.append(token)
+        self.gaps.append(gap)
+        self.features.append(features)
+
+    def has_ended(self, max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:
+        return len(self.new_tokens) >= max_new_tokens or self.new_tokens[-1] in stop_token_ids
+
+    def result(self) -> tuple[int, GreedyText]:
+        features = torch.cat(self.features)
+        return self.index, GreedyText(self.prompt, self.new_tokens, self.gaps, features)
+
+
+def _best(logits: torch.Tensor) -> list[tuple[int, float]]:
+    """The best token of each row and how far its logit is ahead of the second."""
+    values, tokens = logits.topk(2)
+    gaps = (values[:, 0] - values[:, 1]).tolist()
+    return list(zip(tokens[:, 0].tolist(), gaps, strict=True))
 
 
 def compare_with_greedy(
@@ -103,7 +148,7 @@ def compare_with_greedy(
     Args:
         new_tokens: decoded after ``greedy.prompt``.
         greedy: the reference.
-        target: at the start of a text; read only if the texts differ.
+        target: without a text; read only if the texts differ.
         near_tie_gap: largest logit difference that rounding may explain.
     """
     if list(new_tokens) == greedy.new_tokens:
@@ -114,8 +159,11 @@ def compare_with_greedy(
         return Comparison(equal=False, position=min(len(new_tokens), len(greedy.new_tokens)))
     if greedy.gaps[first] > near_tie_gap:
         return Comparison(equal=False, position=first, gap=greedy.gaps[first])
-    logits, _ = target.forward(greedy.prompt + list(new_tokens[:-1]))
-    choices = logits[len(greedy.prompt) - 1 :]
+    first_logits, _ = target.read(greedy.prompt)
+    choices = first_logits[None]
+    if len(new_tokens) > 1:
+        logits, _ = target.forward([new_tokens[:-1]])
+        choices = torch.cat([choices, logits[0]])
     chosen = choices.gather(1, torch.tensor(new_tokens, device=logits.device)[:, None])
     behind = (choices.amax(dim=1, keepdim=True) - chosen)[:, 0]
     mismatches = (behind > near_tie_gap).nonzero()

@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_splitkv.evaluate.report import LABELS
-from megatron_splitkv.evaluate.result import TRAINED, EvaluationResult
+from megatron_splitkv.evaluate.report import LABELS, context_label
+from megatron_splitkv.evaluate.result import TRAINED, ContextBin, EvaluationResult
 
 # Okabe and Ito's palette, distinguishable under the common colour-vision deficiencies.
 _COLOURS = {
@@ -81,17 +81,21 @@ def draw_training(curves: TrainingCurves, path: str | os.PathLike[str]) -> None:
 
 
 def draw_acceptance(result: EvaluationResult, path: str | os.PathLike[str]) -> None:
-    """Draw acceptance lengths with their intervals, their distribution, and acceptance by slot.
+    """Draw acceptance lengths, their distribution, acceptance by slot and by context length.
 
     Args:
         result: of `evaluate_drafter`.
         path: the PNG file.
     """
-    figure = _figure(width=15.5)
-    grid = figure.add_gridspec(1, 3, width_ratios=[1.05, 1, 1])
+    bins = result.by_context()
+    panels = 4 if len(bins) > 1 else 3
+    figure = _figure(width=5.2 * panels)
+    grid = figure.add_gridspec(1, panels, width_ratios=[1.05] + [1] * (panels - 1))
     _draw_lengths(figure.add_subplot(grid[0]), result)
     _draw_histogram(figure.add_subplot(grid[1]), result)
     _draw_slots(figure.add_subplot(grid[2]), result)
+    if len(bins) > 1:
+        _draw_contexts(figure.add_subplot(grid[3]), result, bins)
     figure.savefig(path, format="png")
 
 
@@ -116,7 +120,7 @@ def _draw_lengths(axes: Axes, result: EvaluationResult) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_yticks(range(len(lengths)), [LABELS[method] for method in lengths])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * result.block_size)  # room for the longest bar's number
+    axes.set_xlim(0, 1.1 * (result.num_proposals + 1))  # room for the longest bar's number
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.grid(axis="y", visible=False)
 
@@ -130,9 +134,9 @@ def _draw_histogram(axes: Axes, result: EvaluationResult) -> None:
         "tokens that the step added",
         "share of draft steps",
     )
-    lengths = range(1, result.block_size + 1)
+    lengths = range(1, result.num_proposals + 2)
     axes.bar(lengths, [100 * count / total for count in counts], color=_COLOURS[TRAINED])
-    axes.set_xticks(list(lengths) if result.block_size <= 16 else list(lengths)[::4])
+    axes.set_xticks(list(lengths) if result.num_proposals <= 15 else list(lengths)[::4])
     axes.yaxis.set_major_formatter("{x:.0f} %")
     axes.grid(axis="x", visible=False)
 
@@ -153,6 +157,24 @@ def _draw_slots(axes: Axes, result: EvaluationResult) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter("{x:.0f} %")
     axes.set_ylim(-2, 102)
+    axes.legend(frameon=False)
+
+
+def _draw_contexts(axes: Axes, result: EvaluationResult, bins: Sequence[ContextBin]) -> None:
+    _style(axes, "Acceptance by context", "tokens before the block", "tokens per draft step")
+    for method in result.steps:
+        lengths = [context.accept_len[method] for context in bins]
+        points = [(i, length) for i, length in enumerate(lengths) if length is not None]
+        axes.plot(
+            [i for i, _ in points],
+            [length for _, length in points],
+            marker=_MARKERS[method],
+            color=_COLOURS[method],
+            label=LABELS[method],
+            linewidth=2.5 if method == TRAINED else 1.5,
+        )
+    axes.set_xticks(range(len(bins)), [context_label(context) for context in bins])
+    axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
 
 

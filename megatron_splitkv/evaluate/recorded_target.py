@@ -1,11 +1,11 @@
-"""A target that already spoke: replays a greedy text, so that controls need no second decoding.
+"""A target that already spoke: replays greedy texts, so that controls need no second decoding.
 
 Greedy speculative decoding yields the same text whatever drafter proposes. So what a drafter would
 have earned can be read off a recorded text: the target's answer to a block is the text itself, as
 far as the block agrees with it, and nothing behind the first disagreement is looked at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,32 +16,39 @@ _UNKNOWN = -1
 
 
 class RecordedTarget:
-    """Stands in for a `CachedTarget` on the prompt of a recorded text.
+    """Stands in for a `CachedTarget` on the prompts of recorded texts.
 
     Args:
-        text: what the target said.
+        texts: what the target said, in the order in which their prompts join.
     """
 
-    def __init__(self, text: GreedyText) -> None:
-        self._text = text
-        self._tokens = text.tokens
-        self._length = 0
+    def __init__(self, texts: Iterable[GreedyText]) -> None:
+        self._coming = iter(texts)
+        self._texts: list[GreedyText] = []
+        self._lengths: list[int] = []
 
-    def prefill(self, prompt: Sequence[int]) -> tuple[int, torch.Tensor]:
+    def join(self, prompt: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Return the recorded first token and the prompt's features."""
-        if list(prompt) != self._text.prompt:
-            raise ValueError("a recorded target can only be given the prompt of its text")
-        self._length = len(prompt)
-        return self._tokens[self._length], self._text.features[: self._length]
+        text = next(self._coming)
+        if list(prompt) != text.prompt:
+            raise ValueError("a recorded target can only be given the prompts of its texts")
+        self._texts.append(text)
+        self._lengths.append(len(prompt))
+        return text.new_tokens[0], text.features[: len(prompt)]
 
-    def verify(self, block: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-        """Return the recorded token after each position of the block, and features."""
-        start, stop = self._length, self._length + len(block)
-        self._length = stop
-        answer = self._tokens[start + 1 : stop + 1]
-        answer += [_UNKNOWN] * (len(block) - len(answer))
-        return answer, self._text.features[start:stop]
+    def verify(
+        self, blocks: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], Sequence[torch.Tensor]]:
+        """Return the recorded token after each position of the blocks, and features."""
+        answers, features = [], []
+        for text, start, block in zip(self._texts, self._lengths, blocks, strict=True):
+            stop = start + len(block)
+            answer = text.tokens[start + 1 : stop + 1]
+            answers.append(answer + [_UNKNOWN] * (len(block) - len(answer)))
+            features.append(text.features[start:stop])
+        return answers, features
 
-    def crop(self, length: int) -> None:
-        """Go back to position `length`."""
-        self._length = length
+    def keep(self, counts: Sequence[int], texts: Sequence[int]) -> None:
+        """Go on behind the leading `counts` tokens of each block, with these texts only."""
+        self._lengths = [self._lengths[text] + counts[text] for text in texts]
+        self._texts = [self._texts[text] for text in texts]

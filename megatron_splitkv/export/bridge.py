@@ -12,9 +12,7 @@ use the class::
     for name, tensor in DFlashBridge().stream_weights_megatron_to_hf(model, source): ...
 """
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -32,7 +30,7 @@ from transformers import PretrainedConfig
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter import DFlashModel
 from megatron_splitkv.export.config_json import ARCHITECTURE, from_config_json, to_config_json
-from megatron_splitkv.export.folder import CONFIG_FILE
+from megatron_splitkv.export.folder import read_config, read_values
 from megatron_splitkv.export.zlab import (
     GATE_UP,
     KEY_VALUE,
@@ -50,17 +48,20 @@ class DrafterFolder:
         folder: with ``config.json`` and safetensors files.
 
     Raises:
-        ConfigError: no such folder, or of a drafter that is not supported.
+        ConfigError: no such folder, of a drafter that is not supported, or of one that is not
+            DFlash's: the heads of the others are split over tensor-parallel ranks in a way that
+            Bridge does not know.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.model_name_or_path = os.fspath(folder)
-        try:
-            values = json.loads((Path(folder) / CONFIG_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"drafter {folder} cannot be read: {error}") from error
-        self.dflash = from_config_json(values)
-        self.config = PretrainedConfig(**values)
+        self.dflash = read_config(folder)
+        if self.dflash.kind != "dflash":
+            raise ConfigError(
+                f"drafter {folder} is of kind {self.dflash.kind}, Bridge converts dflash only; "
+                "train from it with --initial-drafter, convert with `splitkv export`"
+            )
+        self.config = PretrainedConfig(**read_values(folder))
         self.state = StateDict(SafeTensorsStateSource(self.model_name_or_path))
 
 

@@ -1,8 +1,15 @@
-"""A drafter's ``config.json`` in the public z-lab layout, and back.
+"""A drafter's ``config.json`` in the public z-lab layout, and back, for every kind.
 
-Serving engines differ in where they look: some read ``dflash_config`` first and the top level
-second, some only one of them, and the rotary base is nested in new releases of transformers and
-flat in old ones. Both places are written wherever one is read by somebody.
+Engines read ``dflash_config`` first and the top level second, or only one of them: what decides
+about drafting is in both. What a kind adds:
+
+* Domino is a DFlash model with ``dflash_config.projector_type`` ``domino`` and the widths of its
+  head there.
+* DSpark has an architecture of its own, ``Qwen3DSparkModel``, and its keys at the top level.
+
+Source: z-lab/dflash, `dflash/model.py`; sgl-project/SpecForge, `configs/*-dflash.json`,
+`*-domino.json`, `*-dspark.json`; deepseek-ai/DeepSpec, `deepspec/modeling/dspark/qwen3/config.py`;
+vllm-project/vllm, `model_executor/models/qwen3_dspark.py`.
 """
 
 from collections.abc import Mapping
@@ -11,15 +18,63 @@ from typing import Any
 import torch
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.meta import default_target_layer_ids
 from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.drafter.domino_config import DominoConfig
+from megatron_splitkv.drafter.dspark_config import DSparkConfig
+from megatron_splitkv.drafter.kinds import config_class
+from megatron_splitkv.export.backbone_json import (
+    backbone_fields,
+    dtype_name,
+    qwen3_keys,
+    refuse_other_values,
+    required,
+)
 
 ARCHITECTURE = "DFlashDraftModel"
-_FULL = "full_attention"
-_OTHER_KINDS = (
-    "projector_type",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
+_KIND_OF_ARCHITECTURE = {
+    ARCHITECTURE: "dflash",
+    "DominoDraftModel": "domino",
+    DSPARK_ARCHITECTURE: "dspark",
+    "DSparkDraftModel": "dspark",
+}
+_KIND_OF_PROJECTOR = {None: "dflash", "dflash": "dflash", "domino": "domino", "dspark": "dspark"}
+# Where the kinds' own keys may lie besides the top level, what is read first last.
+_NESTED = ("dspark_config", "dflash_config")
+_DSPARK_HEADS = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+# DeepSpec's model asks for it; it is of its training and changes nothing in drafting.
+_DSPARK_NUM_ANCHORS = 512
+# What a nested block may say without changing the architecture, beside what is read.
+_ONLY: dict[str, tuple[object, ...]] = {
+    "output_multiplier": (1,),
+    "attention_mode": ("gqa",),
+    "causal": (False,),
+    "use_aux_hidden_state": (True,),
+    **{name: (value,) for name, value in _DSPARK_HEADS.items()},
+}
+_READ = frozenset(
+    {
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "projector_type",
+        "input_embedding_scale",
+        "final_logit_softcapping",
+        "emb_dim",
+        "gru_hidden_dim",
+        "pure_draft_prefix_len",
+        "shift_label",
+        "markov_rank",
+        "markov_head_type",
+        "num_target_layers",
+        "draft_vocab_size",
+        "target_hidden_size",
+        # The causality of sliding layers, checked with the layers; of training only.
+        "is_causal",
+        "confidence_head_alpha",
+        "num_anchors",
+    }
 )
 
 
@@ -27,48 +82,51 @@ def to_config_json(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Describe a drafter the way the public client and the serving engines read it.
 
     Args:
-        config: the drafter.
+        config: the drafter, of any kind.
         dtype: of the tensors beside it.
     """
-    eos = list(config.eos_token_ids)
-    return {
-        "architectures": [ARCHITECTURE],
-        "auto_map": {"AutoModel": f"dflash.{ARCHITECTURE}"},
-        "model_type": "qwen3",
-        "dtype": str(dtype).removeprefix("torch."),
+    block: dict[str, Any] = {
         "block_size": config.block_size,
-        "dflash_config": {
-            "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    if config.input_embedding_scale != 1:
+        block["input_embedding_scale"] = config.input_embedding_scale
+    if config.final_logit_softcapping is not None:
+        block["final_logit_softcapping"] = config.final_logit_softcapping
+    own: dict[str, Any] = {}
+    if isinstance(config, DominoConfig):
+        block |= {
+            "projector_type": "domino",
+            "emb_dim": config.emb_dim,
+            "gru_hidden_dim": config.gru_hidden_dim,
+            "pure_draft_prefix_len": config.pure_draft_prefix_len,
+            "shift_label": config.shift_label,
+        }
+    elif isinstance(config, DSparkConfig):
+        own = {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
-        },
+            "num_anchors": _DSPARK_NUM_ANCHORS,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            **_DSPARK_HEADS,
+        }
+    if config.kind == "dspark":
+        head: dict[str, Any] = {"architectures": [DSPARK_ARCHITECTURE]}
+    else:
+        head = {
+            "architectures": [ARCHITECTURE],
+            "auto_map": {"AutoModel": f"dflash.{ARCHITECTURE}"},
+        }
+    return {
+        **head,
+        "dtype": dtype_name(dtype),
+        "block_size": config.block_size,
+        "dflash_config": block,
+        **own,
         "num_target_layers": config.num_target_layers,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "tie_word_embeddings": False,
-        "is_neox_style": True,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "layer_types": [_FULL] * config.num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "max_window_layers": config.num_layers,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": config.pad_token_id,
+        **qwen3_keys(config),
     }
 
 
@@ -79,50 +137,91 @@ def from_config_json(values: Mapping[str, Any]) -> DFlashConfig:
         values: the parsed file.
 
     Raises:
-        ConfigError: a key is missing, or the drafter is of a kind that is not supported: sliding
-            or causal layers, scaled rotary embedding, another head than the target's.
+        ConfigError: a key is missing, or the drafter is of a kind that is not supported.
     """
-    nested = values.get("dflash_config") or {}
-    both = {**values, **nested}  # readers look into dflash_config first
-    _refuse_other_kinds(both)
-    rope = values.get("rope_parameters") or {}
-    eos = values.get("eos_token_id")
+    both = dict(values)
+    for name in _NESTED:
+        nested = values.get(name) or {}
+        for key, value in nested.items():
+            if key not in _READ | _ONLY.keys() and value is not None:
+                raise ConfigError(
+                    f"a drafter with {name}.{key} {value!r} is not supported: no kind of drafter "
+                    "here has this key"
+                )
+        both |= {key: value for key, value in nested.items() if value is not None}
+    kind = _kind(both)
+    of_target = {
+        "draft_vocab_size": (both.get("vocab_size"),),
+        "target_hidden_size": (both.get("hidden_size"),),
+    }
+    refuse_other_values(both, _ONLY | of_target)
+    num_target_layers = required(both, "num_target_layers")
+    fields = backbone_fields(both)
+    taps = both.get("target_layer_ids")
+    if taps is None:  # as the public client does
+        taps = default_target_layer_ids(num_target_layers, fields["num_layers"])
     try:
-        return DFlashConfig(
-            num_layers=values["num_hidden_layers"],
-            hidden_size=values["hidden_size"],
-            ffn_hidden_size=values["intermediate_size"],
-            num_attention_heads=values["num_attention_heads"],
-            num_key_value_heads=values["num_key_value_heads"],
-            head_dim=values["head_dim"],
-            vocab_size=values["vocab_size"],
-            num_target_layers=values["num_target_layers"],
-            target_layer_ids=tuple(both["target_layer_ids"]),
-            mask_token_id=both["mask_token_id"],
+        return config_class(kind)(
+            **fields,
+            num_target_layers=num_target_layers,
+            target_layer_ids=tuple(taps),
+            mask_token_id=required(both, "mask_token_id"),
             block_size=both.get("block_size", 16),
-            rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 1e4))),
-            rms_norm_eps=values["rms_norm_eps"],
-            max_position_embeddings=values["max_position_embeddings"],
-            bos_token_id=values.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_token_id=values.get("pad_token_id"),
+            input_embedding_scale=float(both.get("input_embedding_scale") or 1.0),
+            # Readers take zero for none.
+            final_logit_softcapping=both.get("final_logit_softcapping") or None,
+            **_own_fields(kind, both),
         )
-    except KeyError as error:
-        raise ConfigError(f"config.json of the drafter lacks {error.args[0]!r}") from error
+    except ConfigError:  # a ValueError too
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config.json of the drafter is malformed: {error}") from error
 
 
-def _refuse_other_kinds(values: Mapping[str, Any]) -> None:
-    other_layers = set(values.get("layer_types") or [_FULL]) - {_FULL}
-    if other_layers or values.get("is_causal"):
+def _kind(values: Mapping[str, Any]) -> str:
+    """The kind of drafter by its architecture and its head.
+
+    Raises:
+        ConfigError: an unknown one, or the two disagree.
+    """
+    projector = values.get("projector_type")
+    if projector not in _KIND_OF_PROJECTOR:
+        raise ConfigError(f"a drafter with projector_type {projector!r} is not supported")
+    found = {_KIND_OF_PROJECTOR[projector]} if projector is not None else set()
+    for name in values.get("architectures") or []:
+        if name not in _KIND_OF_ARCHITECTURE:
+            raise ConfigError(
+                f"a drafter of architecture {name!r} is not supported; known are "
+                f"{', '.join(sorted(_KIND_OF_ARCHITECTURE))}"
+            )
+        if not (name == ARCHITECTURE and found):  # a DFlash model with another head
+            found.add(_KIND_OF_ARCHITECTURE[name])
+    if len(found) > 1:
         raise ConfigError(
-            f"drafter layers of type {', '.join(sorted(other_layers)) or 'causal'} are not "
-            "supported, only full_attention"
+            f"architectures {values['architectures']} and projector_type {projector!r} are of "
+            "different kinds of drafters"
         )
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rotary embedding {kind!r} is not supported, only the unscaled one")
-    for name in _OTHER_KINDS:
-        value = values.get(name)
-        if value not in (None, 1, "dflash"):
-            raise ConfigError(f"a drafter with {name} {value!r} is not supported")
+    kind = found.pop() if found else "dflash"
+    if kind != "dspark" and values.get("markov_rank"):
+        raise ConfigError(
+            f"a {kind} drafter with markov_rank {values['markov_rank']} is not supported, only "
+            "dspark has a Markov head"
+        )
+    return kind
+
+
+def _own_fields(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of one kind; what is left out means what the public readers take it for."""
+    if kind == "domino":
+        return {
+            "emb_dim": required(values, "emb_dim"),
+            "gru_hidden_dim": required(values, "gru_hidden_dim"),
+            "pure_draft_prefix_len": values.get("pure_draft_prefix_len", 0),
+            "shift_label": bool(values.get("shift_label", False)),
+        }
+    if kind == "dspark":
+        return {
+            "markov_rank": required(values, "markov_rank"),
+            "markov_head_type": values.get("markov_head_type", "vanilla"),
+        }
+    return {}

@@ -1,52 +1,82 @@
-"""The exported folder: ``config.json`` and ``model.safetensors``, whole or absent."""
+"""The exported folder: ``config.json``, ``model.safetensors`` and notes, whole or absent."""
 
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import ConfigError, require_choice
 from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.export.backbone_json import dtype_name
 from megatron_splitkv.export.config_json import from_config_json, to_config_json
+from megatron_splitkv.export.safetensors_files import (
+    WEIGHTS_FILE,
+    read_tensors,
+    without_vocabulary,
+)
+from megatron_splitkv.export.serving import SERVING_FILE, serving_notes
+from megatron_splitkv.export.speculators_json import (
+    KIND_KEY,
+    from_speculators_json,
+    to_speculators_json,
+)
 from megatron_splitkv.export.zlab import check_tensors, zlab_shapes
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+LAYOUTS = ("zlab", "speculators")
+_OURS = frozenset({CONFIG_FILE, WEIGHTS_FILE, SERVING_FILE})
 
 
 def write_drafter(
-    folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], config: DFlashConfig
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    config: DFlashConfig,
+    *,
+    layout: str = "zlab",
+    target: str | None = None,
 ) -> None:
-    """Write a drafter in the public layout, aside first and then renamed into place.
+    """Write a drafter in a public layout, aside first and then renamed into place.
 
     Args:
         folder: where; an exported drafter that lies there is replaced.
         tensors: from `zlab.to_zlab`, all of one dtype.
         config: the drafter.
+        layout: one of `LAYOUTS`; tensors have the same names in both.
+        target: folder or name of the model that it drafts for, for the notes and for the
+            speculators library.
 
     Raises:
-        ConfigError: the folder holds something else, or the tensors differ in dtype.
+        ConfigError: the folder holds something else, the tensors are not the drafter's, share
+            memory or differ in dtype, or the layout does not know the kind of drafter.
     """
+    require_choice("layout", layout, LAYOUTS)
     path = Path(folder)
     if path.exists() and not _is_replaceable(path):
         raise ConfigError(f"output {path} exists and is no exported drafter; choose a new folder")
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) != 1:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
         raise ConfigError(f"the drafter's tensors are of several dtypes ({found}); give one")
+    check_tensors(tensors, zlab_shapes(config), "the drafter")
+    _refuse_ties(tensors)
+    if layout == "zlab":
+        values = to_config_json(config, dtypes.pop())
+    else:
+        values = to_speculators_json(config, dtypes.pop(), target=target)
     aside, old = (path.with_name(f".{path.name}.{word}") for word in ("partial", "old"))
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
     # Readers of safetensors look for the framework here.
     save_file(dict(tensors), aside / WEIGHTS_FILE, metadata={"format": "pt"})
-    text = json.dumps(to_config_json(config, dtypes.pop()), indent=2)
-    (aside / CONFIG_FILE).write_text(text + "\n")
+    (aside / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
+    (aside / SERVING_FILE).write_text(serving_notes(config, layout, target))
     # The library's writer shuts out other users, a server's among them.
     (aside / WEIGHTS_FILE).chmod((aside / CONFIG_FILE).stat().st_mode)
     if path.exists():
@@ -56,27 +86,87 @@ def write_drafter(
 
 
 def read_drafter(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str], *, num_target_layers: int | None = None
 ) -> tuple[DFlashConfig, dict[str, torch.Tensor]]:
-    """Read an exported drafter: its configuration and its tensors by their public names.
+    """Read a drafter in a public layout: its configuration and its tensors by public names.
+
+    Copies of the target's embedding and head, which some exporters add, are left out.
 
     Args:
-        folder: what `write_drafter` or another exporter of the layout wrote.
+        folder: what `write_drafter` or another exporter of the layouts wrote.
+        num_target_layers: layers of the target, for folders that do not say it.
 
     Raises:
         ConfigError: a file is missing or unreadable, or the tensors are not the configuration's.
     """
     path = Path(folder)
+    config = read_config(path, num_target_layers=num_target_layers)
     try:
-        config = from_config_json(json.loads((path / CONFIG_FILE).read_text()))
-        tensors = load_file(path / WEIGHTS_FILE)
+        tensors = without_vocabulary(read_tensors(path), config)
     except ConfigError as error:
         raise ConfigError(f"drafter {path}: {error}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"drafter {path} cannot be read: {error}; export it again") from error
     check_tensors(tensors, zlab_shapes(config), f"drafter {path}")
+    values = read_values(path)
+    declared = values.get("dtype", values.get("torch_dtype"))
+    found = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
+    if len(found) > 1 or declared not in (None, *found):
+        said = "does not say which" if declared is None else f"says {declared}"
+        raise ConfigError(
+            f"drafter {path} has tensors of {', '.join(found)}, its config.json {said}; make them "
+            "the same"
+        )
     return config, tensors
 
 
+def read_config(
+    folder: str | os.PathLike[str], *, num_target_layers: int | None = None
+) -> DFlashConfig:
+    """Read the configuration alone of a drafter in a public layout.
+
+    Args:
+        folder: as for `read_drafter`.
+        num_target_layers: likewise.
+
+    Raises:
+        ConfigError: naming the folder and what is missing or not supported.
+    """
+    values = read_values(folder)
+    try:
+        if KIND_KEY in values:
+            return from_speculators_json(values, num_target_layers=num_target_layers)
+        return from_config_json(values)
+    except ConfigError as error:
+        raise ConfigError(f"drafter {folder}: {error}") from error
+
+
+def read_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed ``config.json`` of a folder.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    try:
+        values = json.loads((Path(folder) / CONFIG_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"drafter {folder} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"drafter {folder} cannot be read: its config.json is no JSON object")
+    return values
+
+
 def _is_replaceable(path: Path) -> bool:
-    return path.is_dir() and {p.name for p in path.iterdir()} <= {CONFIG_FILE, WEIGHTS_FILE}
+    return path.is_dir() and {p.name for p in path.iterdir()} <= _OURS
+
+
+def _refuse_ties(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Tensors of one piece of memory would not be one in a file; parts of a fused one are fine."""
+    seen: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        other = seen.setdefault(tensor.data_ptr(), name)
+        if other != name:
+            raise ConfigError(
+                f"tensors {other} and {name} share their memory; tied tensors are not supported, "
+                "give a copy of one"
+            )

@@ -6,7 +6,8 @@ Megatron fuses what it multiplies together; the public layout keeps every projec
   shard has whole heads of both; the public layout has ``k_proj`` and ``v_proj``;
 * ``linear_fc1`` is ``[gate; up]``; the public layout has ``gate_proj`` and ``up_proj``.
 
-All other tensors only change their names. The two functions are inverses, bit for bit.
+All other tensors only change their names; those that Domino and DSpark add to the backbone have
+their public names in both. The two functions are inverses, bit for bit.
 
 Shape legend: C tapped layers, d hidden size, f FFN size, n_q query and n_kv key/value heads, hd
 head width.
@@ -37,6 +38,14 @@ LINEAR_KV = "self_attention.linear_kv.weight"
 KEY_VALUE = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
 LINEAR_FC1 = "mlp.linear_fc1.weight"
 GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+# Tensors with a row for each token.
+_BY_TOKEN = (
+    "embed_proj.2.weight",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+)
+# What wrappers put before the names of a model that is saved from inside them.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def to_zlab(tensors: Mapping[str, torch.Tensor], config: DFlashConfig) -> dict[str, torch.Tensor]:
@@ -118,7 +127,7 @@ def zlab_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
             layer + "mlp.up_proj.weight": (ffn, d),
             layer + "mlp.down_proj.weight": (d, ffn),
         }
-    return shapes | {"norm.weight": (d,)}
+    return shapes | {"norm.weight": (d,)} | config.head_shapes()
 
 
 def check_tensors(
@@ -134,19 +143,28 @@ def check_tensors(
     Raises:
         ConfigError: naming what is missing, what is unexpected, or what has another shape.
     """
+    for name in sorted(found):
+        wrapper = next((prefix for prefix in _WRAPPERS if prefix in name), None)
+        if wrapper is not None:
+            raise ConfigError(
+                f"{where} holds {name}, saved from inside a wrapper ({wrapper}); save the model "
+                "in it"
+            )
     missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing:
         raise ConfigError(f"{where} lacks {_listed(missing)}; is it of this drafter?")
     if unexpected:
         raise ConfigError(
-            f"{where} holds {_listed(unexpected)}, which no DFlash drafter of this configuration "
-            "has; is it of this drafter?"
+            f"{where} holds {_listed(unexpected)}, which no drafter of this configuration has; is "
+            "it of this drafter?"
         )
     for name, shape in expected.items():
         if tuple(found[name].shape) != shape:
+            padded = found[name].dim() == len(shape) and found[name].shape[0] > shape[0]
+            hint = ": is its vocabulary padded?" if padded and name in _BY_TOKEN else ""
             raise ConfigError(
                 f"{where} has {name} of shape {tuple(found[name].shape)}, the configuration asks "
-                f"for {shape}"
+                f"for {shape}{hint}"
             )
 
 
@@ -157,8 +175,10 @@ def _layers(config: DFlashConfig) -> Iterator[tuple[str, str]]:
 
 
 def _renamed(config: DFlashConfig) -> Iterator[tuple[str, str]]:
-    """Names of the tensors that are the same in both layouts."""
+    """Names of the tensors that are the same in both layouts: Megatron's, the public one."""
     yield from MODEL_NAMES.items()
+    for name in config.head_shapes():
+        yield name, name
     for megatron_layer, layer in _layers(config):
         for ours, theirs in LAYER_NAMES.items():
             yield megatron_layer + ours, layer + theirs

@@ -1,7 +1,7 @@
 """How a loss with fractional weights goes through Megatron's integer token count.
 
 With ``--calculate-per-token-loss`` Megatron divides summed gradients by a summed token count, which
-it keeps in an int32. The denominator of a drafter's loss is a sum of decay weights. So the count is
+it keeps in an int32. The denominator of a drafter's loss is a sum of slot weights. So the count is
 fixed point: a pack of weight W counts as ``n = round(256 W)`` tokens. Its loss is scaled by
 ``n / W`` and not by 256, so that rounding cannot change the mean over a pack. What is left is that
 the packs of one step weigh n instead of 256 W in their mean: at most ``1 / (512 W)`` off, and the
@@ -9,6 +9,12 @@ same at every context-parallel size.
 
 W is the pack's weight over all ranks of its CP group. One of them reports the count, because
 Megatron sums counts over ranks.
+
+D-PACE's weights follow from the drafter's own output, which differs by fp32 rounding from one
+context-parallel size to another, and so does W. It may fall to the other side of a half: then n
+differs by one, which again moves the mean over a pack not at all and the packs of a step against
+each other by less than ``1 / (256 W)``. The larger W, the likelier, but the less it matters: it
+stays within the rounding of the weights themselves.
 """
 
 from collections.abc import Mapping
@@ -18,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_splitkv.comm import all_reduce_sum, group_rank
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.loss.dpace import most_dpace_weight
 from megatron_splitkv.loss.slots import slot_decay
 
 FIXED_POINT_SCALE = 256
@@ -60,7 +67,14 @@ def fixed_point_loss(
     return numerator * scale.to(numerator.dtype), num_tokens
 
 
-def check_token_count(num_blocks: int, block_size: int, gamma: float, packs_per_step: int) -> None:
+def check_token_count(
+    num_blocks: int,
+    block_size: int,
+    gamma: float,
+    packs_per_step: int,
+    first_slot: int = 1,
+    loss_weights: str = "decay",
+) -> None:
     """Refuse a global batch whose count might not fit Megatron's int32.
 
     Needs no tensor, so it can run at start and on every rank alike.
@@ -70,11 +84,17 @@ def check_token_count(num_blocks: int, block_size: int, gamma: float, packs_per_
         block_size: B.
         gamma: decay length in slots.
         packs_per_step: packs of a global batch.
+        first_slot: the first that predicts a token.
+        loss_weights: ``decay``, or ``dpace``, without a gamma.
 
     Raises:
         ConfigError: naming the sum of weights and the limit.
     """
-    weight = num_blocks * packs_per_step * float(slot_decay(block_size, gamma).sum())
+    if loss_weights == "dpace":
+        most = most_dpace_weight(block_size - first_slot)
+    else:
+        most = float(slot_decay(block_size, gamma, first_slot).sum())
+    weight = num_blocks * packs_per_step * most
     limit = MAX_TOKEN_COUNT / FIXED_POINT_SCALE
     if weight > limit:
         raise ConfigError(

@@ -9,6 +9,7 @@ def drafter_report(
     label_mask: torch.Tensor,
     block_keep_mask: torch.Tensor,
     block_size: int,
+    first_slot: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Accuracy of every slot and the acceptance length that verification would have given.
 
@@ -26,22 +27,22 @@ def drafter_report(
         label_mask: whether the slot is supervised.
         block_keep_mask: whether the block is real, not padding.
         block_size: B, slots of a block.
+        first_slot: the first that predicts a token.
 
     Returns:
-        ``"accept_len"`` and ``"slot_1_accuracy"`` .. ``"slot_{B-1}_accuracy"``, fp32 ``[2]`` each.
+        ``"accept_len"`` and ``"slot_k_accuracy"`` for k from the first slot to B - 1, fp32 ``[2]``
+        each.
 
     Shape:
         ``predictions``, ``labels``, ``label_mask`` ``[N * B]``, ``block_keep_mask [N]``.
     """
-    supervised = label_mask.view(-1, block_size)[:, 1:]
-    right = (predictions == labels).view(-1, block_size)[:, 1:] & supervised
+    supervised = label_mask.view(-1, block_size)[:, first_slot:]
+    right = (predictions == labels).view(-1, block_size)[:, first_slot:] & supervised
     accepted = 1 + right.long().cumprod(dim=1).sum(dim=1)
     report = {"accept_len": _pair((accepted * block_keep_mask).sum(), block_keep_mask.sum())}
     right_per_slot, supervised_per_slot = right.sum(dim=0), supervised.sum(dim=0)
-    for slot in range(1, block_size):
-        report[f"slot_{slot}_accuracy"] = _pair(
-            right_per_slot[slot - 1], supervised_per_slot[slot - 1]
-        )
+    for i in range(block_size - first_slot):
+        report[f"slot_{first_slot + i}_accuracy"] = _pair(right_per_slot[i], supervised_per_slot[i])
     return report
 
 

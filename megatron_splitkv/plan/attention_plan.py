@@ -78,12 +78,18 @@ class AttentionPlan(ABC):
                 "build it with the group's size"
             )
 
-    def resolve_cast(self, cast: str, window: int | None = None) -> str:
+    def resolve_cast(self, cast: str, window: int | None = None, node_ranks: int = 1) -> str:
         """Which cast `auto` is: ``group`` if the busiest rank then attends clearly fewer blocks.
+
+        Between nodes that may be the wrong measure: a cast to all sends a row to a node once and
+        adds up inside it what goes back, where each rank of a group-cast sends and gets rows of its
+        own. With several ranks a node fewer rows must cross between nodes, too.
 
         Args:
             cast: ``all``, ``group`` or ``auto``.
             window: of the layer; a short one leaves few ranks with keys that a block sees.
+            node_ranks: ranks on each of several nodes, if a cast to all returns by two levels; 1 if
+                it does not. As the run has it: see `comm.ranks_on_node`.
         """
         if cast != "auto" or self.cp_size == 1:
             return "all" if self.cp_size == 1 else cast
@@ -92,10 +98,27 @@ class AttentionPlan(ABC):
             needs = self._kept(("needs", window), lambda: self.needs(window))
             by_owner = needs.reshape(self.cp_size, self.cp_size, -1).sum(axis=2)
             np.fill_diagonal(by_owner, self.blocks_per_rank)  # a rank attends all of its own
-            busiest = by_owner.sum(axis=1).max()
-            return "group" if busiest <= _GROUP_CAST_SHARE * self.num_blocks else "all"
+            fewer = bool(by_owner.sum(axis=1).max() <= _GROUP_CAST_SHARE * self.num_blocks)
+            if fewer and node_ranks > 1:
+                fewer = self._crosses_less(by_owner, node_ranks)
+            return "group" if fewer else "all"
 
-        return self._kept(("resolve", window), resolve)
+        return self._kept(("resolve", window, node_ranks), resolve)
+
+    def _crosses_less(self, by_owner: NDArray[np.int64], node_ranks: int) -> bool:
+        """Whether the busiest rank's blocks between nodes, there and back, are clearly fewer.
+
+        Args:
+            by_owner: blocks that each rank attends, by their owner.
+            node_ranks: g. A cast to all is a ring over all cards of a node, of which a rank's share
+                is 1 / g of the blocks; what returns is a rank's own blocks for each other node.
+        """
+        node = np.arange(self.cp_size) // node_ranks
+        far = by_owner * (node[:, None] != node)
+        group = int(far.sum(axis=0).max() + far.sum(axis=1).max())
+        ring = self.num_blocks * (self.cp_size - 1) / self.cp_size / node_ranks
+        returned = (self.cp_size // node_ranks - 1) * self.blocks_per_rank
+        return group <= _GROUP_CAST_SHARE * (ring + returned)
 
     def query_cast(self, rank: int, cast: str = "all", window: int | None = None) -> QueryCast:
         """Which blocks the rank attends and what travels for it.

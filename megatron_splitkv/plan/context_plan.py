@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import BLOCK_ORDERS, ConfigError, require_choice
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.attention_plan import AttentionPlan
 from megatron_splitkv.plan.band import build_band_staircase, check_window
@@ -33,11 +33,12 @@ from megatron_splitkv.plan.staircase import LeafLimits, Staircase, build_stairca
 class ContextPlan(AttentionPlan):
     """Owners of the context chunks and of the draft blocks of one packed micro-batch.
 
-    "Local" rows are a rank's context rows in ascending global order. Blocks are owned in layout
-    order, N / P consecutive ones a rank, so an all-gather over ranks yields the global order.
+    "Local" rows are a rank's context rows in ascending global order. Blocks are owned in the order
+    of the plan's layout, N / P consecutive ones a rank, so an all-gather over ranks yields that
+    order. It is that of documents and anchors, unless `block_order` says otherwise.
 
     Args:
-        layout: the blocks, padded to a multiple of `cp_size`.
+        layout: the blocks, padded to a multiple of `cp_size`, in the order of their owners.
         chunk_bounds: global packed positions, ascending from 0 to the context length; chunk j is
             `[chunk_bounds[j], chunk_bounds[j + 1])` and may be empty.
         chunk_owner: the rank of every chunk.
@@ -45,6 +46,7 @@ class ContextPlan(AttentionPlan):
         strategy: how the owners were found.
         windows: attention windows of the layers whose work is counted, one entry each; None is
             full attention. The plan serves layers of any window.
+        block_order: how blocks were dealt out: `contiguous` or `mirrored`, see `build_plan`.
         chunk_prices: `chunk_work` for who has computed it; no field, so `replace` forgets it.
 
     Shape:
@@ -57,6 +59,7 @@ class ContextPlan(AttentionPlan):
     cp_size: int
     strategy: str
     windows: tuple[int | None, ...] = FULL_ATTENTION
+    block_order: str = "contiguous"
     chunk_prices: InitVar[NDArray[np.int64] | None] = None
 
     def __post_init__(self, chunk_prices: NDArray[np.int64] | None) -> None:
@@ -72,6 +75,7 @@ class ContextPlan(AttentionPlan):
         if owner.size and not 0 <= owner.min() <= owner.max() < self.cp_size:
             raise ConfigError(f"chunk_owner must name ranks in [0, {self.cp_size})")
         object.__setattr__(self, "windows", check_windows(self.windows))
+        require_choice("block order", self.block_order, BLOCK_ORDERS)
         if self.layout.num_blocks % self.cp_size:
             raise ConfigError(
                 f"{self.layout.num_blocks} blocks do not divide among {self.cp_size} ranks; "
@@ -249,6 +253,7 @@ class ContextPlan(AttentionPlan):
             "cp_size": np.array([self.cp_size], dtype=np.int64),
             "windows": np.array([window or 0 for window in self.windows], dtype=np.int64),
             "strategy": np.frombuffer(self.strategy.encode(), dtype=np.uint8).copy(),
+            "block_order": np.frombuffer(self.block_order.encode(), dtype=np.uint8).copy(),
         }
 
     @classmethod
@@ -288,6 +293,7 @@ class ContextPlan(AttentionPlan):
             cp_size=int(vector("cp_size")[0]),
             strategy=bytes(vector("strategy")).decode(),
             windows=tuple(window or None for window in vector("windows").tolist()),
+            block_order=bytes(vector("block_order")).decode(),
         )
 
     def _check_rank(self, rank: int) -> None:

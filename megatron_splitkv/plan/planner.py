@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_splitkv.config import PLAN_STRATEGIES, ConfigError, require_choice
+from megatron_splitkv.config import BLOCK_ORDERS, PLAN_STRATEGIES, ConfigError, require_choice
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan.balanced import EVEN, assign_balanced
+from megatron_splitkv.plan.block_order import mirrored_order
 from megatron_splitkv.plan.checks import check_int, check_layout, check_windows
 from megatron_splitkv.plan.context_plan import ContextPlan
 from megatron_splitkv.plan.cost import PlanCost, choose_plan
@@ -50,6 +51,7 @@ def build_plan(
     tiles: bool = False,
     source: RowSource | None = None,
     cost: PlanCost | None = None,
+    block_order: str = "contiguous",
 ) -> ContextPlan:
     """Assign context rows and draft blocks to the ranks of a context-parallel group.
 
@@ -89,15 +91,21 @@ def build_plan(
         source: where the rows already are. Bundles are then given to the ranks that hold most of
             their rows; loads stay as they are. `balanced-local` keeps every bundle in its group.
         cost: of a layer, for `auto`; the same on every rank.
+        block_order: who owns which draft blocks. `contiguous`: in the order of the layout, so that
+            a document's are on few ranks. `mirrored`: dealt out to and fro by what they see, for
+            attention that works where queries are (`all_gather`, `p2p` and their like). The plan's
+            layout then has them in that order; nothing else changes for who reads it.
 
     Returns:
-        The plan, with the layout padded to a multiple of `cp_size`; the same on every rank.
+        The plan, with the layout padded to a multiple of `cp_size` and in the order of the blocks'
+        owners; the same on every rank.
 
     Raises:
         ConfigError: unknown strategy, impossible sizes, more chunks than rows, blocks outside the
             context, `auto` without a cost, or a package is missing.
     """
     require_choice("plan strategy", strategy, (*PLAN_STRATEGIES, "auto"))
+    require_choice("block order", block_order, BLOCK_ORDERS)
     if strategy == "auto":
         if cost is None:
             raise ConfigError(
@@ -114,6 +122,7 @@ def build_plan(
                 windows=windows,
                 tiles=tiles,
                 source=source,
+                block_order=block_order,
             )
             for name in ("balanced", "balanced-local")
         ]
@@ -127,13 +136,20 @@ def build_plan(
     chunks_per_rank = _chunks_per_rank(chunks_per_rank, context_length, cp_size)
     if strategy == "balanced-local":
         balanced = build_plan(
-            layout, context_length, cp_size, chunks_per_rank=chunks_per_rank, windows=windows
+            layout,
+            context_length,
+            cp_size,
+            chunks_per_rank=chunks_per_rank,
+            windows=windows,
+            block_order=block_order,
         )
         bounds, owner = local_chunks(balanced, chunks_per_rank, source)
         return replace(balanced, chunk_bounds=bounds, chunk_owner=owner, strategy=strategy)
     windows = check_windows(windows)
     check_layout(layout, context_length)
     padded = _pad_blocks(layout, cp_size)
+    if block_order == "mirrored":
+        padded = _reordered(padded, mirrored_order(padded, cp_size))
     num_chunks = cp_size * chunks_per_rank
     bounds = equal_chunks(context_length, num_chunks, KERNEL_TILE if tiles else 1)
     price_own = price_own_blocks_in_tiles if tiles else price_own_blocks
@@ -154,7 +170,7 @@ def build_plan(
         else:
             owner = assign_balanced(chunk_work, own_work, chunks_per_rank)
     prices = None if tiles else chunk_work
-    plan = ContextPlan(padded, bounds, owner, cp_size, strategy, windows, prices)
+    plan = ContextPlan(padded, bounds, owner, cp_size, strategy, windows, block_order, prices)
     if strategy == "balanced" and not tiles:
         plan = _or_zigzag(plan, chunks_per_rank)
     if source is not None:
@@ -228,5 +244,14 @@ def _pad_blocks(layout: BlockLayout, multiple: int) -> BlockLayout:
         np.concatenate([layout.anchor_positions, padding]),
         np.concatenate([layout.document_starts, padding]),
         np.concatenate([layout.block_keep_mask, np.zeros(missing, dtype=np.bool_)]),
+        layout.block_size,
+    )
+
+
+def _reordered(layout: BlockLayout, order: NDArray[np.int64]) -> BlockLayout:
+    return BlockLayout(
+        layout.anchor_positions[order],
+        layout.document_starts[order],
+        layout.block_keep_mask[order],
         layout.block_size,
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         qwen3_8b_dflash_splitkv_pretrain_config,
         qwen35_27b_dflash_splitkv_pretrain_config,
         qwen35_35b_a3b_dflash_splitkv_pretrain_config,
+        qwen36_27b_dflash_splitkv_pretrain_config,
     )
 
 # From the name of a drafter's preset to that of its recipe.
@@ -24,6 +25,7 @@ RECIPES: dict[str, str] = {
     "qwen3-8b": "qwen3_8b_dflash_splitkv_pretrain_config",
     "qwen3.5-35b-a3b": "qwen35_35b_a3b_dflash_splitkv_pretrain_config",
     "qwen3.5-27b": "qwen35_27b_dflash_splitkv_pretrain_config",
+    "qwen3.6-27b": "qwen36_27b_dflash_splitkv_pretrain_config",
 }
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "qwen3_8b_dflash_splitkv_pretrain_config",
     "qwen35_27b_dflash_splitkv_pretrain_config",
     "qwen35_35b_a3b_dflash_splitkv_pretrain_config",
+    "qwen36_27b_dflash_splitkv_pretrain_config",
 ]
 
 

@@ -11,6 +11,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_rank_safe
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
+from megatron_splitkv.attention.choice import block_order_of
 from megatron_splitkv.config import ConfigError, require_choice
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
@@ -19,6 +20,7 @@ from megatron_splitkv.recipes.data import FeatureStoreProvider
 from megatron_splitkv.recipes.model import DFlashModelConfig
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
 from megatron_splitkv.train.setup import check_writable
+from megatron_splitkv.train.validate import check_teacher
 
 # A saved configuration names our classes, and Bridge builds only what is allowed.
 register_allowed_target_prefix("megatron_splitkv.")
@@ -61,6 +63,7 @@ class DFlashConfigContainer(ConfigContainer):
         for documents in (store, valid_store):
             if documents is not None:  # packing refuses documents that are longer than a pack
                 PackedEpochs(documents.lengths, self.model.seq_length, self.dataset.seed)
+                check_teacher(self.model.dflash, str(documents.path), documents.meta)
         self._complete_evaluation(valid_store)
         self._check_by_bridge()
 
@@ -74,10 +77,12 @@ class DFlashConfigContainer(ConfigContainer):
             if get_rank_safe() == 0:
                 write_drafter_config(self.checkpoint.save, dflash, target)
         self.model.use(store, self.rng.seed)
+        layers = self.model.cp_comm_type or "splitkv"
         self.dataset.draw_for(
             dflash,
             self.model.seq_length,
             self.validation.eval_iters * self.validation.eval_global_batch_size,
+            block_order_of([layers] if isinstance(layers, str) else layers),
         )
 
     def _check_against(self, store: FeatureStore) -> None:
@@ -102,6 +107,8 @@ class DFlashConfigContainer(ConfigContainer):
             dflash.block_size,
             dflash.loss_decay_gamma,
             self.train.global_batch_size,
+            dflash.first_trained_slot,
+            dflash.loss_weights,
         )
 
     def _complete_evaluation(self, valid_store: FeatureStore | None) -> None:

@@ -94,13 +94,20 @@ class FeatureStoreProvider(DatasetProvider):
         self._stores = (store, valid_store)
         return self._stores
 
-    def draw_for(self, dflash: DFlashConfig, seq_length: int, eval_packs: int) -> None:
+    def draw_for(
+        self,
+        dflash: DFlashConfig,
+        seq_length: int,
+        eval_packs: int,
+        block_order: str = "contiguous",
+    ) -> None:
         """Say for which drafter blocks are drawn.
 
         Args:
             dflash: the drafter.
             seq_length: tokens of a pack.
             eval_packs: packs of one evaluation, which are the same every time.
+            block_order: who owns which blocks, see `build_plan`.
         """
         recipe = BlockRecipe(
             num_anchors=self.num_anchors,
@@ -109,6 +116,10 @@ class FeatureStoreProvider(DatasetProvider):
             plan_strategy=self.plan_strategy,
             chunks_per_rank=self.chunks_per_rank,
             seed=self.seed,
+            label_shift=dflash.label_shift,
+            windows=dflash.windows,
+            block_order=block_order,
+            final_hidden=dflash.needs_final_hidden,
         )
         self._drawing = _Drawing(recipe, seq_length, eval_packs)
 

@@ -48,6 +48,13 @@ def qwen35_27b_dflash_splitkv_pretrain_config() -> DFlashConfigContainer:
     )
 
 
+def qwen36_27b_dflash_splitkv_pretrain_config() -> DFlashConfigContainer:
+    """Drafter of Qwen3.6-27B, with sliding layers: packs of 262,144 tokens on 8 GPUs of a node."""
+    return dflash_splitkv_pretrain_config(
+        DFlashConfig.preset("qwen3.6-27b"), seq_length=262144, context_parallel_size=8
+    )
+
+
 def dflash_splitkv_pretrain_config(
     dflash: DFlashConfig, *, seq_length: int, context_parallel_size: int
 ) -> DFlashConfigContainer:

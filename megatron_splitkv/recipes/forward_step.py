@@ -32,5 +32,8 @@ class BridgeForwardStep:
             This rank's loss, and the function that gives Bridge (loss, token count, report).
         """
         if self._step is None:  # not earlier: its traffic meter counts from its making on
-            self._step = ForwardStep(timers=lambda: state.timers)
+            self._step = ForwardStep(
+                timers=lambda: state.timers,
+                progress=lambda: state.train_state.step / state.cfg.train.train_iters,
+            )
         return self._step(data_iterator, model)

@@ -70,7 +70,7 @@ class DFlashModelConfig(ModelConfig):
         seq_length: tokens of a pack, of all its documents together.
         num_target_layers: layers of the target.
         target_layer_ids: 0-based target layers whose outputs are the context, ascending.
-        mask_token_id: see `DFlashConfig`, as the fields down to `pad_token_id`.
+        mask_token_id: see `DFlashConfig`, as the fields down to `distillation_weight`.
         attention_kernel: local attention kernel.
         splitkv_gather: see `SplitKVOptions`, as the fields after it.
     """
@@ -90,6 +90,12 @@ class DFlashModelConfig(ModelConfig):
     bos_token_id: int | None = None
     eos_token_ids: list[int] = field(default_factory=list)
     pad_token_id: int | None = None
+    layer_types: list[str] = field(default_factory=list)
+    sliding_window: int | None = None
+    input_embedding_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+    loss_weights: str = "decay"
+    distillation_weight: float = 0.0
     attention_kernel: str = "auto"
     splitkv_gather: str = "auto"
     splitkv_scatter: str = "auto"
@@ -113,8 +119,10 @@ class DFlashModelConfig(ModelConfig):
         """
         sizes = {ours: getattr(dflash, theirs) for ours, theirs in _IN_TRANSFORMER.items()}
         own: dict[str, Any] = {name: getattr(dflash, name) for name in _OF_THE_MODEL}
-        for name in ("target_layer_ids", "eos_token_ids"):
+        for name in ("target_layer_ids", "eos_token_ids", "layer_types"):
             own[name] = list(own[name])  # YAML knows no tuples
+        if dflash.sliding_window is None:
+            own["layer_types"] = []  # however many layers an override asks for
         return cls(
             transformer=TransformerConfig(**sizes, **_ALWAYS, **transformer),
             seq_length=seq_length,

@@ -188,6 +188,7 @@ def traffic_shape(
         hidden_size=drafter.hidden_size,
         gather=method.gather,
         scatter=method.scatter,
+        query_cast="group" if method.group_cast else "all",
         node_ranks=1 if method.group_cast else node_ranks,
     )
 

@@ -20,6 +20,7 @@ def make_synthetic_store(
     target_layer_ids: Sequence[int] = (1, 3),
     prompt_length: int = 0,
     dtype: str = "float32",
+    final_hidden: bool = False,
     seed: int = 0,
     max_shard_bytes: int = 1 << 16,
 ) -> FeatureStore:
@@ -35,6 +36,7 @@ def make_synthetic_store(
         target_layer_ids: tapped layers.
         prompt_length: first tokens of each document that carry no loss.
         dtype: ``float32`` or ``bfloat16``.
+        final_hidden: store final hidden states, too; everything else is as without them.
         seed: equal seeds and arguments give equal stores.
         max_shard_bytes: small, so that a test's store has several shards.
     """
@@ -51,7 +53,9 @@ def make_synthetic_store(
         ),
         tuple(target_layer_ids),
         dtype,
+        final_hidden,
     )
+    finals = torch.Generator().manual_seed(seed + 1)
     with FeatureStoreWriter(path, meta, max_shard_bytes=max_shard_bytes) as writer:
         writer.write_frozen(
             torch.randn(vocab_size, hidden_size, generator=generator),
@@ -62,5 +66,6 @@ def make_synthetic_store(
                 torch.randint(vocab_size - 2, (length,), generator=generator),
                 torch.arange(length) >= prompt_length,
                 torch.randn(length, meta.feature_width, generator=generator),
+                torch.randn(length, hidden_size, generator=finals) if final_hidden else None,
             )
     return FeatureStore(path)

@@ -14,8 +14,11 @@ import torch
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.choice import links_of_group
 from megatron_splitkv.comm.links import PRESETS, default_links, links_from
+from megatron_splitkv.comm.topology import links_of_launch
 from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, PLAN_STRATEGIES
 from megatron_splitkv.data.meta import StoreMeta
+from megatron_splitkv.train.drafter_arguments import add_drafter_arguments
+from megatron_splitkv.train.initial_drafter import add_initial_drafter_argument
 
 # Published recipe of DFlash: warm-up over 4 % of the steps.
 _WARMUP_FRACTION = 0.04
@@ -77,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our group to Megatron's parser and replace defaults: Megatron's `extra_args_provider`."""
     group = parser.add_argument_group(
         "split-KV drafter training",
-        "A DFlash drafter is trained on a feature store that `splitkv prepare` wrote. Hidden size, "
+        "A drafter is trained on a feature store that `splitkv prepare` wrote. Hidden size, "
         "vocabulary, tapped layers and mask token come from the store. --calculate-per-token-loss "
         "is required. Use with --context-parallel-size P --cp-comm-type splitkv; to compare, also "
         f"{', '.join(name for name in CP_COMM_TYPES if name != 'splitkv')}; or auto, the quickest "
@@ -110,26 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Existing, unused token that stands for 'to be drafted'. Default: the store's.",
     )
     group.add_argument(
-        "--block-size",
-        type=int,
-        default=16,
-        metavar="B",
-        help="Slots of a draft block: the anchor's token and B - 1 to draft. Default: 16.",
-    )
-    group.add_argument(
         "--num-anchors",
         type=int,
         default=512,
         metavar="N",
         help="Draft blocks per document and step. Default: 512.",
     )
-    group.add_argument(
-        "--loss-decay-gamma",
-        type=float,
-        default=7.0,
-        metavar="G",
-        help="Slot k weighs exp(-(k - 1) / G) in the loss. Default: 7, which suits B = 16.",
-    )
+    add_drafter_arguments(group)
+    add_initial_drafter_argument(group)
     group.add_argument(
         "--plan-strategy",
         metavar="NAME",
@@ -214,7 +205,8 @@ def splitkv_options(args: argparse.Namespace) -> SplitKVOptions:
         ConfigError: an unknown name, choices that exclude each other, or a bad file of links.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    links = default_links(device_type) if args.links is None else links_from(args.links)
+    named = default_links(device_type) if args.links is None else links_from(args.links)
+    links = links_of_launch(named, args.splitkv_ranks_per_node)
     return SplitKVOptions(
         gather=args.splitkv_gather,
         scatter=args.splitkv_scatter,

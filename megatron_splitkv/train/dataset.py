@@ -12,7 +12,13 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_splitkv.batch import get_batch_on_this_cp_rank
-from megatron_splitkv.data.packing import PackedEpochs, draw_blocks, feature_reader, read_pack
+from megatron_splitkv.data.packing import (
+    PackedEpochs,
+    draw_blocks,
+    feature_reader,
+    final_hidden_reader,
+    read_pack,
+)
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import build_plan, fitting_chunks
 from megatron_splitkv.plan.cost import PlanCost
@@ -32,6 +38,11 @@ class BlockRecipe:
         chunks_per_rank: see `build_plan`; fewer in packs that are too short for as many.
         seed: key of the draw, with the item's index and the documents' ids.
         plan_cost: what plan strategy ``auto`` weighs.
+        label_shift: see `DFlashConfig.label_shift`.
+        windows: of the layers, whose work the plan balances.
+        block_order: who owns which blocks, see `build_plan`; the layers' strategies decide, see
+            `attention.choice.block_order_of`.
+        final_hidden: read what the target's head read, too; see `DFlashConfig.needs_final_hidden`.
     """
 
     num_anchors: int
@@ -41,6 +52,10 @@ class BlockRecipe:
     chunks_per_rank: int | None
     seed: int
     plan_cost: PlanCost | None = None
+    label_shift: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    block_order: str = "contiguous"
+    final_hidden: bool = False
 
 
 class PackDataset(Dataset[dict[str, torch.Tensor]]):
@@ -99,6 +114,8 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
             strategy=recipe.plan_strategy,
             chunks_per_rank=fitting_chunks(recipe.chunks_per_rank, context_length, self.cp_size),
             cost=recipe.plan_cost,
+            windows=recipe.windows,
+            block_order=recipe.block_order,
         )
         batch = get_batch_on_this_cp_rank(
             pack,
@@ -106,6 +123,10 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
             self.cp_rank,
             feature_reader(self.store, pack),
             mask_token_id=recipe.mask_token_id,
+            label_shift=recipe.label_shift,
+            read_final_hidden=(
+                final_hidden_reader(self.store, pack) if recipe.final_hidden else None
+            ),
         )
         arrays = {PLAN_PREFIX + name: array for name, array in plan.to_arrays().items()}
         return batch | {name: torch.from_numpy(array) for name, array in arrays.items()}

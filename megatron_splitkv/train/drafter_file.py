@@ -12,10 +12,13 @@ from pathlib import Path
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import TargetInfo
 from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
+from megatron_splitkv.drafter.kinds import config_from_json
 
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 # They may change between the runs of one drafter.
-_FREE_TO_CHANGE = frozenset({"loss_decay_gamma", "max_position_embeddings"})
+_FREE_TO_CHANGE = frozenset(
+    {"loss_decay_gamma", "loss_weights", "distillation_weight", "max_position_embeddings"}
+)
 
 
 def write_drafter_config(
@@ -28,7 +31,8 @@ def write_drafter_config(
         dflash: the drafter.
         target: the model that it drafts for.
     """
-    content = asdict(dflash) | {"target_id": target.id, "target_checksum": target.checksum}
+    content = json.loads(dflash.to_json())
+    content |= {"target_id": target.id, "target_checksum": target.checksum}
     path = Path(folder) / DRAFTER_CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".json.partial")
@@ -57,7 +61,7 @@ def check_checkpoint_folder(
     path = Path(folder) / DRAFTER_CONFIG_FILE
     try:
         found = json.loads(path.read_text())
-        there = DFlashConfig.from_json(json.dumps(found))
+        there = config_from_json(json.dumps(found))
         checksum, target_id = found["target_checksum"], found["target_id"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
@@ -69,6 +73,11 @@ def check_checkpoint_folder(
             f"{option} {folder} holds a drafter of target {target_id!r} (checksum {checksum}), the "
             f"feature store is of {target.id!r} ({target.checksum}); use a store of that target, "
             "or another folder"
+        )
+    if there.kind != dflash.kind:
+        raise ConfigError(
+            f"{option} {folder} holds a {there.kind} drafter, this run is of {dflash.kind}; use "
+            f"--drafter {there.kind}, or another folder"
         )
     before, now = asdict(there), asdict(dflash)
     for name in now.keys() - _FREE_TO_CHANGE:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import unwrap_model
-from megatron.training import get_timers, print_rank_0
+from megatron.training import get_args, get_timers, print_rank_0
 
+from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.strategies import LAYER_LABELS
 from megatron_splitkv.batch import Prefetch
 from megatron_splitkv.comm import CommMeter
@@ -42,10 +43,16 @@ class ForwardStep:
 
     Args:
         timers: returns Megatron's timers; by default its global ones.
+        progress: returns the share of the training that is done, in [0, 1).
     """
 
-    def __init__(self, timers: Callable[[], Any] = get_timers) -> None:
+    def __init__(
+        self,
+        timers: Callable[[], Any] = get_timers,
+        progress: Callable[[], float] = lambda: training_progress(get_args()),
+    ) -> None:
         self._timers = timers
+        self._progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         opened = ExitStack()
         self._meter = opened.enter_context(CommMeter())
@@ -88,10 +95,12 @@ class ForwardStep:
         if not self._began:
             self._began = True
             places, attention = drafter.places(plan), drafter.decoder.layers[0].self_attention
-            whom = _WHOM[plan.resolve_cast(attention.options.query_cast)]
-            queries = f"; this pack's queries go to {whom}"
-            print_rank_0(places.reason + queries * (attention.strategy == "splitkv"))
+            said = places.reason
+            if attention.strategy == "splitkv":
+                said += _how_queries_travel(plan, attention.options, attention.node_ranks)
+            print_rank_0(said)
 
+        drafter.training_progress = self._progress()
         self._meter.clear()
         loss, num_tokens, report = model(batch, plan)
         num_layers = drafter.dflash.num_layers
@@ -127,6 +136,35 @@ class ForwardStep:
     def _layer_bytes(self) -> float:
         """What the layers moved; what the embedding and the loss move is not among it."""
         return sum(r.bytes for r in self._meter.records if r.label in LAYER_LABELS)
+
+
+def _how_queries_travel(plan: ContextPlan, options: SplitKVOptions, node_ranks: int) -> str:
+    """For the first line: to whom, and whether what the user said about nodes matters."""
+    cast = plan.resolve_cast(options.query_cast, node_ranks=node_ranks)
+    said = f"; this pack's queries go to {_WHOM[cast]}"
+    asked = options.ranks_per_node
+    if asked is None or asked == 1:
+        return said
+    if node_ranks == 1:
+        why = (
+            f"{plan.cp_size} context-parallel ranks are not several nodes of equally many ranks "
+            f"with {asked} ranks of the job on each"
+        )
+    elif cast == "group":
+        why = "what returns to few ranks takes one level"
+    else:
+        return said
+    return f"{said}; --splitkv-ranks-per-node {asked} has no effect: {why}"
+
+
+def training_progress(args: Any) -> float:
+    """Share of the training that is done before this step, the same after a resume.
+
+    Args:
+        args: Megatron's, of which `curr_iteration` counts finished steps.
+    """
+    done: int = getattr(args, "curr_iteration", 0)  # an evaluation may come before the first step
+    return done / args.train_iters if args.train_iters else 0.0
 
 
 def read_ahead(

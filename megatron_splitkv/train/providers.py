@@ -5,12 +5,15 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_splitkv.attention.choice import block_order_of
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.drafter.kinds import model_class
 from megatron_splitkv.drafter.model import DFlashModel
 from megatron_splitkv.drafter.specs import get_dflash_layer_spec
 from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.dataset import BlockRecipe, PackDataset
+from megatron_splitkv.train.initial_drafter import load_initial_weights
 from megatron_splitkv.train.setup import TrainingSetup
 from megatron_splitkv.train.strategy_choice import plan_cost_of
 
@@ -60,6 +63,10 @@ class DatasetsProvider:
             chunks_per_rank=args.chunks_per_rank,
             seed=args.seed,
             plan_cost=plan_cost_of(args),
+            label_shift=dflash.label_shift,
+            windows=dflash.windows,
+            block_order=block_order_of(args.cp_comm_type),
+            final_hidden=dflash.needs_final_hidden,
         )
         return PackDataset(
             store,
@@ -101,7 +108,7 @@ class ModelProvider:
         """
         args = self.setup.args
         embedding, head = self.setup.store.frozen()
-        return DFlashModel(
+        model = model_class(args.drafter)(
             self.setup.config,
             self.setup.dflash,
             layer_spec=get_dflash_layer_spec(
@@ -114,3 +121,6 @@ class ModelProvider:
             pg_collection=pg_collection,
             init_seed=args.seed,
         )
+        if self.setup.initial_weights:
+            load_initial_weights(model, self.setup.initial_weights, tp_group=model.tp_group)
+        return model

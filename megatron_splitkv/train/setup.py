@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_splitkv import compat
@@ -17,13 +19,21 @@ from megatron_splitkv.drafter.config import DFlashConfig
 from megatron_splitkv.drafter.transformer_config import check_transformer_config
 from megatron_splitkv.loss import check_token_count
 from megatron_splitkv.train.arguments import add_arguments, complete_arguments
+from megatron_splitkv.train.drafter_arguments import complete_drafter_arguments, drafter_config
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
+from megatron_splitkv.train.initial_drafter import (
+    check_target,
+    read_initial_weights,
+    take_architecture,
+    typed_options,
+)
 from megatron_splitkv.train.resume import check_resumable
 from megatron_splitkv.train.strategy_choice import resolve_auto
 from megatron_splitkv.train.validate import (
     check_against_store,
     check_arguments,
     check_same_target,
+    check_teacher,
 )
 
 _FULL_VERIFICATION_BYTES = 1 << 30
@@ -39,6 +49,8 @@ class TrainingSetup:
         dflash: the drafter.
         store: documents to train on.
         valid_store: held-out documents, if any.
+        initial_weights: whole tensors to start from, by Megatron's names; the model provider
+            empties it.
     """
 
     args: argparse.Namespace
@@ -46,6 +58,7 @@ class TrainingSetup:
     dflash: DFlashConfig
     store: FeatureStore
     valid_store: FeatureStore | None
+    initial_weights: dict[str, torch.Tensor] | None = None
 
 
 def prepare_training() -> TrainingSetup:
@@ -62,12 +75,20 @@ def prepare_training() -> TrainingSetup:
     if "WORLD_SIZE" not in os.environ:  # no launcher: one process is the whole job
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "0")
-    args = compat.parse_args(add_arguments)
+    parsers: list[argparse.ArgumentParser] = []
+
+    def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(parser)
+        return add_arguments(parser)
+
+    args = compat.parse_args(complete_parser)
     enable_cpu_mode()
     compat.skip_missing_dataset_helpers()
     compat.leave_out_gpt_estimates()
     compat.mend_distributed_optimizer()
 
+    take_architecture(args, typed_options(parsers[0], sys.argv[1:]))
+    complete_drafter_arguments(args)
     check_arguments(args)
     store = open_store(args.feature_store, args.verify_feature_store)
     # No checkpoint holds them, so nothing else notices when they are not what was trained with.
@@ -81,28 +102,33 @@ def prepare_training() -> TrainingSetup:
     for documents in (store, valid_store):
         if documents is not None:  # packing refuses documents that are longer than a pack
             PackedEpochs(documents.lengths, args.seq_length, args.seed)
+    check_target(args, store.meta)
     complete_arguments(args, store.meta)
     _complete_evaluation(args, valid_store)
     check_against_store(args, store.meta)
     compat.validate_args(args)
-    _check_token_count(args, store)
     reason = resolve_auto(args, store)
     if reason is not None and args.rank == 0:
         print(reason, flush=True)
 
-    dflash = dflash_config(args, store)
+    dflash = drafter_config(args, store.meta)
+    _check_token_count(args, store, dflash)
+    for path, documents in ((args.feature_store, store), (args.valid_feature_store, valid_store)):
+        if documents is not None:
+            check_teacher(dflash, path, documents.meta)
     config = compat.transformer_config(args)
     check_transformer_config(config, dflash)
     for option, folder in (("--load", args.load), ("--save", args.save)):
         if folder is not None:
             check_checkpoint_folder(option, folder, dflash, store.meta.target)
     check_resumable(args)
+    initial_weights = read_initial_weights(args, dflash, store)
     if args.save is not None:
         check_writable("--save", args.save)
     if args.save is not None and args.rank == 0:
         write_drafter_config(args.save, dflash, store.meta.target)
     compat.publish_args(args)
-    return TrainingSetup(args, config, dflash, store, valid_store)
+    return TrainingSetup(args, config, dflash, store, valid_store, initial_weights)
 
 
 def check_writable(option: str, folder: str) -> None:
@@ -136,30 +162,6 @@ def open_store(path: str, verify: str) -> FeatureStore:
     return FeatureStore(path, verify=verify)
 
 
-def dflash_config(args: argparse.Namespace, store: FeatureStore) -> DFlashConfig:
-    """The drafter that validated arguments and a store describe."""
-    target = store.meta.target
-    return DFlashConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_key_value_heads=args.num_query_groups,
-        head_dim=args.kv_channels,
-        vocab_size=args.vocab_size,
-        num_target_layers=target.num_layers,
-        target_layer_ids=store.meta.target_layer_ids,
-        mask_token_id=args.mask_token_id,
-        block_size=args.block_size,
-        rope_theta=float(args.rotary_base),
-        rms_norm_eps=args.layernorm_epsilon,
-        loss_decay_gamma=args.loss_decay_gamma,
-        max_position_embeddings=args.max_position_embeddings,
-        eos_token_ids=target.eos_token_ids,
-        pad_token_id=target.pad_token_id,
-    )
-
-
 def _complete_evaluation(args: argparse.Namespace, valid_store: FeatureStore | None) -> None:
     """By default one evaluation is one pass over the held-out packs."""
     if valid_store is None:
@@ -175,7 +177,7 @@ def _complete_evaluation(args: argparse.Namespace, valid_store: FeatureStore | N
         args.eval_iters = -(-packs // packs_per_step)
 
 
-def _check_token_count(args: argparse.Namespace, store: FeatureStore) -> None:
+def _check_token_count(args: argparse.Namespace, store: FeatureStore, dflash: DFlashConfig) -> None:
     """Refuse a global batch whose loss might overflow Megatron's token count."""
     blocks_per_token = float((np.minimum(args.num_anchors, store.lengths) / store.lengths).max())
     check_token_count(
@@ -183,4 +185,6 @@ def _check_token_count(args: argparse.Namespace, store: FeatureStore) -> None:
         args.block_size,
         args.loss_decay_gamma,
         args.global_batch_size,
+        dflash.first_trained_slot,
+        dflash.loss_weights,
     )

@@ -3,11 +3,20 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
-from megatron_splitkv.attention.choice import Choice, choose_for_packs, plan_cost
+from megatron_splitkv.attention.choice import (
+    Choice,
+    PlanWay,
+    block_order_of,
+    choose_for_packs,
+    plan_cost,
+)
 from megatron_splitkv.attention.layer_shape import LayerShape
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.comm.links import Links
+from megatron_splitkv.comm.topology import launched_ranks_per_node, split_by_node
+from megatron_splitkv.config import CP_COMM_TYPES
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.data.packing import PackedEpochs, draw_blocks, read_pack
 from megatron_splitkv.data.store import FeatureStore
@@ -49,10 +58,13 @@ def resolve_auto(args: argparse.Namespace, store: FeatureStore) -> str | None:
 def _choose(args: argparse.Namespace, store: FeatureStore) -> Choice:
     options = estimated_options(args)
     links = _links(args)
-    packs: dict[str, Sequence[LayerShape]] = {}
+    packs: dict[PlanWay, Sequence[LayerShape]] = {}
     layouts = _layouts(args, store)
-    for strategy in (args.plan_strategy,) if args.plan_strategy else _PLANS:
-        packs[strategy] = [
+    beside = [name for name in args.cp_comm_type if name != "auto"]
+    orders = {block_order_of((name, *beside)) for name in CP_COMM_TYPES}
+    plans = (args.plan_strategy,) if args.plan_strategy else _PLANS
+    for strategy, order in product(plans, sorted(orders)):
+        packs[strategy, order] = [
             layer_shape(args).with_plan(
                 build_plan(
                     layout,
@@ -63,13 +75,14 @@ def _choose(args: argparse.Namespace, store: FeatureStore) -> Choice:
                         args.chunks_per_rank, context_length, args.context_parallel_size
                     ),
                     cost=plan_cost_of(args),
+                    block_order=order,
                 ),
                 options.query_cast,
                 links.ranks_per_node,
             )
             for layout, context_length in layouts
         ]
-    return choose_for_packs(packs, links, options)
+    return choose_for_packs(packs, links, options, beside)
 
 
 def plan_cost_of(args: argparse.Namespace) -> PlanCost:
@@ -102,7 +115,19 @@ def layer_shape(args: argparse.Namespace) -> LayerShape:
         head_width=args.kv_channels,
         hidden_size=args.hidden_size,
         itemsize=args.params_dtype.itemsize,
+        node_ranks=_node_ranks(args),
     )
+
+
+def _node_ranks(args: argparse.Namespace) -> int:
+    """What `comm.ranks_on_node` will say of the first context-parallel group.
+
+    Megatron numbers tensor-parallel ranks first.
+    """
+    stride = args.tensor_model_parallel_size
+    group = range(0, stride * args.context_parallel_size, stride)
+    wanted = splitkv_options(args).ranks_per_node
+    return split_by_node(group, launched_ranks_per_node() if wanted is None else wanted)
 
 
 def _layouts(args: argparse.Namespace, store: FeatureStore) -> list[tuple[BlockLayout, int]]:

@@ -20,6 +20,7 @@ from megatron_splitkv.config import (
     require_choice,
 )
 from megatron_splitkv.data.meta import StoreMeta, check_mask_token
+from megatron_splitkv.drafter.config import LOSS_WEIGHTS, DFlashConfig
 from megatron_splitkv.plan.hypergraph import import_kahypar
 from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.unsupported import check_unsupported
@@ -49,6 +50,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         if args.plan_strategy == "hypergraph":
             import_kahypar()  # now, not when the first pack is planned
     require_choice("--attention-kernel", args.attention_kernel, KERNELS)
+    _check_loss(args)
     options = splitkv_options(args)
     check_cp_comm_type(args.cp_comm_type, args.num_layers, options)
     selective = args.recompute_activations or args.recompute_granularity == "selective"
@@ -126,13 +128,35 @@ def _check_sizes(args: argparse.Namespace) -> None:
             "ranks less than a row each; raise it or lower --context-parallel-size"
         )
     # exp(-69) is 1e-30: weights below that are lost in the sums of fp32.
-    least_gamma = (args.block_size - 2) / 69
+    least_gamma = (args.block_size - 1) / 69
     if not args.loss_decay_gamma > least_gamma:
         raise ConfigError(
             f"--loss-decay-gamma {args.loss_decay_gamma} is too small: the last of "
             f"{args.block_size} slots would weigh nothing; it must be above {least_gamma:.3g}"
         )
     _check_warm_up(args)
+
+
+def _check_loss(args: argparse.Namespace) -> None:
+    if args.loss_weights is not None:
+        require_choice("--loss-weights", args.loss_weights, LOSS_WEIGHTS)
+    share = args.distillation_weight
+    if share is not None and not 0 <= share <= 1:
+        raise ConfigError(
+            f"--distillation-weight {share} must be in [0, 1]: it is the share of the divergence "
+            "in the loss"
+        )
+    if args.drafter == "dflash":
+        return
+    for option, value, default in (
+        ("--loss-weights", args.loss_weights, "decay"),
+        ("--distillation-weight", share, 0.0),
+    ):
+        if value not in (None, default):
+            raise ConfigError(
+                f"{option} {value} is for --drafter dflash: {args.drafter} has a loss of its own; "
+                "drop it"
+            )
 
 
 def _check_warm_up(args: argparse.Namespace) -> None:
@@ -196,6 +220,26 @@ def check_against_store(args: argparse.Namespace, meta: StoreMeta) -> None:
     if "a2a" in args.cp_comm_type:
         check_heads(
             args.num_attention_heads // tp, args.num_query_groups // tp, args.context_parallel_size
+        )
+
+
+def check_teacher(dflash: DFlashConfig, path: str, meta: StoreMeta) -> None:
+    """Refuse a loss that learns from the target's distribution on a store that does not have it.
+
+    Args:
+        dflash: the drafter with its loss.
+        path: the store.
+        meta: what it says about itself.
+    """
+    if dflash.needs_final_hidden and not meta.final_hidden:
+        what = (
+            f"--distillation-weight {dflash.distillation_weight}"
+            if dflash.kind == "dflash"
+            else f"--drafter {dflash.kind}"
+        )
+        raise ConfigError(
+            f"{what} learns from the target's distribution, and {path} has no final hidden states; "
+            "prepare it with splitkv prepare --final-hidden"
         )
 
 

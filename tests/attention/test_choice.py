@@ -8,6 +8,9 @@ import pytest
 
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.choice import (
+    HOP_BYTE_SECONDS,
+    HOP_SLOWDOWN,
+    block_order_of,
     choose_for_packs,
     choose_strategy,
     estimate_layer_seconds,
@@ -20,6 +23,7 @@ from megatron_splitkv.comm.links import PRESETS, Links
 from megatron_splitkv.config import CP_COMM_TYPES, ConfigError
 from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.plan import ContextPlan, build_plan
+from megatron_splitkv.scale import FITTED
 
 FAST, SHARED, LOOPBACK = (PRESETS[n] for n in ("nvlink-400g", "nvlink-400g-shared", "loopback"))
 # 64 key heads: what Ulysses likes.
@@ -35,7 +39,14 @@ MHA = LayerShape(
 )
 
 
-def documents(count: int, length: int, anchors: int, cp_size: int, strategy: str) -> ContextPlan:
+def documents(
+    count: int,
+    length: int,
+    anchors: int,
+    cp_size: int,
+    strategy: str,
+    block_order: str = "contiguous",
+) -> ContextPlan:
     generator = np.random.default_rng(0)
     starts = np.arange(count, dtype=np.int64) * length
     drawn = [np.sort(generator.choice(length, anchors, replace=False)) for _ in range(count)]
@@ -45,7 +56,8 @@ def documents(count: int, length: int, anchors: int, cp_size: int, strategy: str
         np.ones(count * anchors, dtype=np.bool_),
         16,
     )
-    return build_plan(layout, count * length, cp_size, strategy=strategy)
+    rows = count * length
+    return build_plan(layout, rows, cp_size, strategy=strategy, block_order=block_order)
 
 
 def grid() -> list[tuple[LayerShape, Links]]:
@@ -72,6 +84,64 @@ def test_no_single_strategy_is_ever_better_in_the_model() -> None:
         assert choice.plan_strategy == "balanced"
         chosen.add(choice.strategy)
     assert {"splitkv", "a2a"} <= chosen
+
+
+def test_nothing_that_a_launch_can_have_is_better_in_the_model() -> None:
+    """Every strategy with every plan, its blocks dealt out as a launch with it deals them out."""
+    quick = replace(FAST, ranks_per_node=2, call_latency=1e-6)
+    chosen, mirrored_pays = set(), 0
+    for count, length, ranks in product((1, 4), (2**12, 2**15), (2, 3, 8)):
+        for kv_heads, beside in product((4, 32), ((), ("p2p",), ("splitkv",))):
+            layer = LayerShape(0, 0, ranks, 32, kv_heads, 128, hidden_size=4096, itemsize=2)
+            packs = {
+                (plan, order): [
+                    layer.with_plan(documents(count, length, 64, ranks, plan, order), "auto", 2)
+                ]
+                for plan in ("none", "balanced", "balanced-local")
+                for order in ("contiguous", "mirrored")
+            }
+            choice = choose_for_packs(packs, quick, beside=beside)
+            best = {}
+            for strategy in choice.seconds:
+                order = block_order_of((strategy, *beside))
+                estimates = [
+                    estimate_layer_seconds(strategy, given[0], quick)
+                    for (_, of_plan), given in packs.items()
+                    if of_plan == order
+                ]
+                best[strategy] = min(estimates)
+                mirrored_pays += order == "mirrored" and best[strategy] < min(
+                    estimate_layer_seconds(strategy, given[0], quick)
+                    for (_, of_plan), given in packs.items()
+                    if of_plan == "contiguous"
+                )
+            assert choice.seconds == best
+            assert best[choice.strategy] == min(best.values())
+            assert choice.block_order == block_order_of((choice.strategy, *beside))
+            assert ("and mirrored blocks" in choice.reason) == (choice.block_order == "mirrored")
+            chosen.add(choice.strategy)
+    assert {"splitkv", "all_gather"} <= chosen
+    assert mirrored_pays > 50
+
+
+def test_who_works_where_queries_are_gets_mirrored_blocks() -> None:
+    for strategy in ("p2p", "ringx", "lv_xattn", "all_gather"):
+        assert block_order_of((strategy,)) == block_order_of(("a2a", strategy)) == "mirrored"
+        assert block_order_of((strategy, "splitkv")) == "contiguous"
+    assert block_order_of(("a2a",)) == block_order_of(("splitkv",)) == "contiguous"
+
+
+def test_a_call_of_the_kernel_costs_what_the_machine_says() -> None:
+    """On a machine where it is next to nothing, a gather of few keys is ahead."""
+    slow = replace(FAST, ranks_per_node=2)
+    layer = LayerShape(1024, 4096, 4, 32, 4, 128, hidden_size=2048, itemsize=2, node_ranks=2)
+    spent = [
+        estimate_layer_seconds("all_gather", layer, replace(slow, call_latency=latency))
+        for latency in (0.0, 1e-3)
+    ]
+    assert spent[1] - spent[0] == pytest.approx(2 * 4 * 1e-3)
+    assert choose_strategy(layer, slow).strategy == "splitkv"
+    assert choose_strategy(layer, replace(slow, call_latency=1e-6)).strategy == "all_gather"
 
 
 def test_split_kv_where_queries_are_few() -> None:
@@ -121,7 +191,9 @@ def test_one_document_leaves_the_owners_of_late_queries_twice_the_work() -> None
     assert load.pairs.key_owners < 1.001 * load.pairs.total / 8
     assert load.pairs.query_owners > 1.8 * load.pairs.total / 8
     shape = replace(MHA, cp_size=8).with_plan(plan, "auto", 8)
-    even = replace(shape, load=None).loaded.pairs  # what stands for a plan
+    mirrored = documents(1, 2**14, 512, 8, "balanced", "mirrored")
+    load = Load.of_plan(mirrored, "auto", 8)
+    even = replace(shape, load=None).loaded.pairs  # what stands for a plan, blocks as wanted
     for name in ("total", "key_owners", "query_owners", "hops", "query_turns", "key_turns"):
         expected = getattr(load.pairs, name)
         assert getattr(even, name) == pytest.approx(expected, rel=0.1), name
@@ -130,14 +202,18 @@ def test_one_document_leaves_the_owners_of_late_queries_twice_the_work() -> None
 def test_documents_that_stay_on_few_ranks_send_less() -> None:
     shape = replace(MHA, cp_size=8)
     packs = {
-        name: [shape.with_plan(documents(4, 2**14, 128, 8, name), "auto", 2)]
+        (name, order): [shape.with_plan(documents(4, 2**14, 128, 8, name, order), "auto", 2)]
         for name in ("balanced", "balanced-local")
+        for order in ("contiguous", "mirrored")
     }
-    near = packs["balanced-local"][0].load
+    few, all_of_them = packs["balanced-local", "contiguous"][0], packs["balanced", "contiguous"][0]
+    near = few.load
     assert near is not None
-    assert near.attended_rows < packs["balanced"][0].query_rows / 3
-    share = packs["balanced-local"][0].traffic("q", "heads").query_share
-    assert share == near.sent_rows / (packs["balanced"][0].query_rows * 7 / 8) < 0.5
+    assert near.attended_rows < all_of_them.query_rows / 3
+    traffic = few.traffic("q", "heads")
+    assert traffic.query_cast == "group"
+    assert traffic.query_share == near.sent_rows / (all_of_them.query_rows * 7 / 8) < 0.5
+    assert all_of_them.traffic("q", "heads").query_cast == "all"
     slow = replace(LOOPBACK, ranks_per_node=2, attention_flops=1e13, dense_flops=1e13)
     choice = choose_for_packs(packs, slow)
     assert (choice.strategy, choice.plan_strategy) == ("splitkv", "balanced-local")
@@ -169,14 +245,21 @@ def test_transfers_hide_behind_a_loops_other_steps_only() -> None:
     """A ring of two ranks with endless compute exposes what goes home after the last step."""
     shape = replace(MHA, cp_size=2)
     slow_kernel = replace(FAST, attention_flops=1e6)
-    compute = 2 * 2 * 50e-6 + 4 * 64 * 128 * 3.5 * shape.loaded.pairs.hops / 1e6
-    home = 2 * FAST.ring_hop_seconds(shape.context_rows / 2 * 64 * 128 * 4, 2)
+    pairs = HOP_SLOWDOWN * 4 * 64 * 128 * 3.5 * shape.loaded.pairs.hops
+    compute = 2 * 2 * 50e-6 + pairs / 1e6
+    shard = shape.context_rows / 2 * 64 * 128 * 4
+    home = 2 * (FAST.ring_hop_seconds(shard, 2) + HOP_BYTE_SECONDS * shard)
     exposed = estimate_layer_seconds("p2p", shape, slow_kernel) - compute
     assert exposed == pytest.approx(home, rel=1e-3)
     endless = replace(FAST, attention_flops=1e30, intra_latency=0.0)
     moved = volume("p2p", shape.traffic("q", "heads"))
-    everything = moved.bytes / endless.intra_bandwidth + 2 * 50e-6  # half the calls hide some
+    everything = moved.bytes * (1 / endless.intra_bandwidth + HOP_BYTE_SECONDS)
+    everything += 2 * 50e-6  # half the calls hide some
     assert estimate_layer_seconds("p2p", shape, endless) == pytest.approx(everything, rel=1e-6)
+
+
+def test_hops_cost_what_the_cluster_model_says() -> None:
+    assert (FITTED.hop_slowdown, FITTED.hop_byte_seconds) == (HOP_SLOWDOWN, HOP_BYTE_SECONDS)
 
 
 def test_keys_gathered_again_are_paid_twice() -> None:

@@ -97,6 +97,22 @@ def test_block_keys_apart_equal_block_keys_behind_the_context() -> None:
     assert torch.equal(apart, module(q, k, v, None, packed_seq_params=params))
 
 
+@pytest.mark.parametrize("window", [1, 3, 7])
+def test_a_window_of_draft_blocks(window: int) -> None:
+    plan, (q, k, v) = _plan(), _inputs()
+    params = SplitKVPackedSeqParams(plan=plan)
+    module = build(config(), block_window=window)
+    expected, _ = reference_attention(q[:, 0], k[:, 0], v[:, 0], plan.layout, window=window)
+    found = [
+        module(q, k, v, None, packed_seq_params=params),
+        module(q, k[:S], v[:S], None, packed_seq_params=params, block_key=k[S:], block_value=v[S:]),
+    ]
+    for out in found:
+        assert relative_error(out, expected.flatten(1)[:, None]) < 1e-6
+    with pytest.raises(ConfigError, match="window 0 must be at least 1"):
+        build(config(), block_window=0)
+
+
 def test_extra_keywords_of_later_versions_are_accepted() -> None:
     module = build(config(), something_new=1)
     q, k, v = _inputs()

@@ -100,6 +100,21 @@ def test_returns_of_two_levels_by_hand() -> None:
     assert place_seconds(SplitKVOptions(ranks_per_node=1), SHAPE, free)["heads"] > seconds["heads"]
 
 
+def test_levels_and_nodes_are_those_of_the_run() -> None:
+    """A shape that knows its run overrules what links say of another launch."""
+    measured = replace(SHARED, ranks_per_node=64)  # in a launch on one node, with the same cards
+    there = replace(SHAPE, node_ranks=8)
+    assert place_seconds(AUTO, there, measured) == place_seconds(
+        AUTO, there, replace(measured, ranks_per_node=8)
+    )
+    assert place_seconds(AUTO, SHAPE, measured) != place_seconds(AUTO, there, measured)
+    one_level = replace(SHAPE, node_ranks=1)
+    assert place_seconds(AUTO, one_level, SHARED) == place_seconds(
+        SplitKVOptions(ranks_per_node=1), SHAPE, SHARED
+    )
+    assert place_seconds(AUTO, one_level, SHARED) != place_seconds(AUTO, there, SHARED)
+
+
 def test_the_latencies_of_two_levels() -> None:
     nothing = [Move("out", f"all_to_all_{level}", 0, 2) for level in ("inside", "between")]
     latencies = [move_seconds(move, SHARED, 64) for move in nothing]

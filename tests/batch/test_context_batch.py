@@ -14,7 +14,13 @@ from megatron_splitkv.plan.row_source import RowSource
 
 MASK_TOKEN = 9999
 STRATEGIES = ("none", "zigzag", "lpt", "balanced")
-PER_BLOCK = ("block_tokens", "block_positions", "block_labels", "block_label_mask")
+PER_BLOCK = (
+    "block_tokens",
+    "block_positions",
+    "block_real_tokens",
+    "block_labels",
+    "block_label_mask",
+)
 
 
 def make_pack(lengths, loss_mask=None):
@@ -39,9 +45,11 @@ class Reader:
         return torch.from_numpy(rows).float()[:, None].repeat(1, 3)
 
 
-def batch_of(pack, plan, rank, reader=None):
+def batch_of(pack, plan, rank, reader=None, label_shift=0):
     reader = reader or Reader(pack)
-    return get_batch_on_this_cp_rank(pack, plan, rank, reader, mask_token_id=MASK_TOKEN)
+    return get_batch_on_this_cp_rank(
+        pack, plan, rank, reader, mask_token_id=MASK_TOKEN, label_shift=label_shift
+    )
 
 
 def layout_of(pack, block_size=4, num_anchors=3):
@@ -71,6 +79,22 @@ def test_a7_slot_k_predicts_the_token_at_its_own_position(cp_size):
         assert other["block_tokens"].tolist() == [MASK_TOKEN] * 4
         assert other["block_labels"].tolist() == [0] * 4
         assert not other["block_label_mask"].any()
+
+
+def test_shifted_labels_are_those_of_the_position_behind_and_slot_0_is_trained():
+    loss_mask = np.ones(16, dtype=bool)
+    loss_mask[8] = False
+    pack = make_pack([9, 7], loss_mask)
+    plan = build_plan(BlockLayout([5], [0], [True], 4), 16, 1)
+    batch = batch_of(pack, plan, 0, label_shift=1)
+    assert batch["block_tokens"].tolist() == [105] + [MASK_TOKEN] * 3
+    assert batch["block_positions"].tolist() == [5, 6, 7, 8]
+    assert batch["block_real_tokens"].tolist() == [105, 106, 107, 108]
+    # Token 108 is not supervised, and the document has no token behind it.
+    assert batch["block_labels"].tolist() == [106, 107, 108, 0]
+    assert batch["block_label_mask"].tolist() == [True, True, False, False]
+    weights = slot_weights(batch["block_label_mask"], 4, 2.0, first_slot=0)
+    torch.testing.assert_close(weights, torch.tensor([1.0, math.exp(-0.5), 0.0, 0.0]))
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -148,23 +172,28 @@ def test_ranks_together_equal_one_rank(cp_size, strategy):
         assert torch.equal(together, one[name][rows]), name
 
 
-def test_labels_equal_the_definition_slot_by_slot():
+@pytest.mark.parametrize("label_shift", [0, 1])
+def test_labels_equal_the_definition_slot_by_slot(label_shift):
     rng = np.random.default_rng(1)
     lengths = [9, 30, 3, 25]
     pack = make_pack(lengths, rng.random(sum(lengths)) < 0.6)
     layout = layout_of(pack, block_size=6, num_anchors=5)
-    batch = batch_of(pack, build_plan(layout, sum(lengths), 1), 0)
+    batch = batch_of(pack, build_plan(layout, sum(lengths), 1), 0, label_shift=label_shift)
     for i in range(layout.num_blocks):
         start, anchor = layout.document_starts[i], layout.anchor_positions[i]
         end = start + lengths[list(pack.cu_seqlens[:-1]).index(start)]
         for slot in range(6):
             at, row = anchor + slot, 6 * i + slot
-            exists = bool(layout.block_keep_mask[i] and at < end)
-            assert batch["block_labels"][row] == (pack.token_ids[at] if exists else 0)
-            trained = exists and slot > 0 and bool(pack.loss_mask[at])
+            kept, due = bool(layout.block_keep_mask[i]), at + label_shift
+            assert batch["block_real_tokens"][row] == (
+                pack.token_ids[at] if kept and at < end else 0
+            )
+            exists = kept and due < end
+            assert batch["block_labels"][row] == (pack.token_ids[due] if exists else 0)
+            trained = exists and due > anchor and bool(pack.loss_mask[due])
             assert bool(batch["block_label_mask"][row]) == trained
             assert batch["block_positions"][row] == at - start
-            real = slot == 0 and layout.block_keep_mask[i]
+            real = slot == 0 and kept
             assert batch["block_tokens"][row] == (pack.token_ids[at] if real else MASK_TOKEN)
     assert batch["block_label_mask"].any()
 
@@ -179,6 +208,7 @@ def test_shapes_and_dtypes():
         "context_positions": ((rows,), torch.int64),
         "block_tokens": ((blocks * 4,), torch.int64),
         "block_positions": ((blocks * 4,), torch.int64),
+        "block_real_tokens": ((blocks * 4,), torch.int64),
         "block_labels": ((blocks * 4,), torch.int64),
         "block_label_mask": ((blocks * 4,), torch.bool),
         "block_keep_mask": ((blocks,), torch.bool),

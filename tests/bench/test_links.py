@@ -10,12 +10,14 @@ import pytest
 from megatron_splitkv.bench.link_fit import (
     PATTERNS,
     Sample,
+    by_pattern,
     fit_links,
     fit_pattern,
     model_error,
     predicted_seconds,
 )
 from megatron_splitkv.bench.links import Effort, LinksBenchmark, measure_links
+from megatron_splitkv.bench.links_report import print_links
 from megatron_splitkv.cli import main
 from megatron_splitkv.comm.links import PRESETS, Links, links_from
 from megatron_splitkv.testing import gloo_pool
@@ -105,12 +107,32 @@ def test_the_command_writes_a_file_that_others_read(
     links = links_from(str(file))
     assert links.name == "here"
     assert links.inter_latency == links.intra_latency  # one machine
+    assert 0 < links.call_latency < 1
     assert links.ranks_per_node == PRESETS["loopback"].ranks_per_node
     report = json.loads((folder / "links.json").read_text())
     assert Links(**report["links"]) == links
     assert (report["ranks"], report["backend"], report["not_measured"]) == (2, "gloo", [])
     assert len(report["samples"]) == len(PATTERNS) * 2
     assert (folder / "links.png").stat().st_size > 1000
+
+
+def test_a_model_that_misses_what_was_measured_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All-to-alls that take twice as long as the links explain, all else as they do."""
+    samples = samples_of(MACHINE, True, 4)
+    off = [replace(s, seconds=2 * s.seconds) if s.pattern == "all_to_all" else s for s in samples]
+    lines = [fit_pattern(group) for group in by_pattern(off)]
+    result = LinksBenchmark(MACHINE, 4, "gloo", tuple(off), tuple(lines), ())
+    assert [fit.pattern for fit in result.misfits] == ["all_to_all"]
+    assert result.to_json()["misfits"] == [["all_to_all", True, pytest.approx(0.5)]]
+    print_links(result)
+    assert "warning: the model is off by more than 25%: all_to_all among 4 of a node by 50%" in (
+        capsys.readouterr().out
+    )
+    fine = [fit_pattern(group) for group in by_pattern(samples)]
+    print_links(LinksBenchmark(MACHINE, 4, "gloo", tuple(samples), tuple(fine), ()))
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Shifts, turns and uneven gathers on 2 and 3 ranks: values, dtypes, and what the meter says."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,3 +79,51 @@ def test_values_and_volumes(size: int, dtype: torch.dtype) -> None:
         ]
         launched = [event for event in found["events"] if event[0] == "launch"]
         assert launched[:2] == [("launch", "first"), ("launch", "second")]
+
+
+def _calls_of_a_fresh_group(gathers: bool) -> list[list[str]]:
+    """What this rank asks of the backend for two exchanges in which rank 1 has nothing."""
+    group = dist.new_group(range(3))
+    rank = dist.get_rank()
+    if rank >= 3:
+        return []
+    rows, found = [2, 0, 0], []
+    x, real = torch.ones(rows[rank], 2), (dist.all_reduce, dist.batch_isend_irecv)
+    for _ in range(2):
+        called: list[str] = []
+
+        def all_reduce(*args: Any, called: list[str] = called, **kwargs: Any) -> Any:
+            called.append("all_reduce")
+            return real[0](*args, **kwargs)
+
+        def batch(ops: Any, called: list[str] = called) -> Any:
+            called.append("messages")
+            return real[1](ops)
+
+        with (
+            mock.patch.object(dist, "all_reduce", all_reduce),
+            mock.patch.object(dist, "batch_isend_irecv", batch),
+            CommMeter() as meter,
+        ):
+            if gathers:
+                launch_gather_uneven(x, group, label="x", rows=rows).wait()
+            else:
+                launch_shift(x, group, label="x", received_rows=rows[rank - 1]).wait()
+        assert meter.calls() == 1, "what makes a group ready is no traffic of a layer"
+        found.append(called)
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_all_ranks_meet_before_the_first_messages_of_a_group() -> None:
+    """NCCL would wait for ever for a rank whose shards are empty."""
+    shifts = gloo_pool(4).run(_calls_of_a_fresh_group, False)[:3]
+    assert [first for first, _ in shifts] == [
+        ["all_reduce", "messages"],
+        ["all_reduce", "messages"],
+        ["all_reduce"],  # rank 2 gets nothing of rank 1 and has nothing for rank 0
+    ]
+    assert [second for _, second in shifts] == [["messages"], ["messages"], []]
+    gathers = gloo_pool(4).run(_calls_of_a_fresh_group, True)[:3]
+    assert [first for first, _ in gathers] == [["all_reduce", "messages"]] * 3
+    assert [second for _, second in gathers] == [["messages"]] * 3

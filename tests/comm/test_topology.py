@@ -14,7 +14,12 @@ from megatron_splitkv.comm import (
     pending_sum,
     ranks_on_node,
 )
-from megatron_splitkv.comm.topology import launched_ranks_per_node, split_by_node
+from megatron_splitkv.comm.links import PRESETS
+from megatron_splitkv.comm.topology import (
+    launched_ranks_per_node,
+    links_of_launch,
+    split_by_node,
+)
 from megatron_splitkv.testing import gloo_pool, subgroup
 
 
@@ -56,6 +61,21 @@ def test_the_launcher_says_how_many_ranks_a_node_has(
 ) -> None:
     with mock.patch.dict("os.environ", environment, clear=True):
         assert launched_ranks_per_node() == ranks
+
+
+def test_links_have_the_nodes_of_the_launch() -> None:
+    """What is estimated and what is run must not have nodes of different sizes."""
+    preset = PRESETS["nvlink-400g"]
+    two_nodes = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
+    with mock.patch.dict("os.environ", two_nodes, clear=True):
+        launched = links_of_launch(preset)
+        assert launched.ranks_per_node == launched_ranks_per_node() == 4
+        assert launched.node_bandwidth == preset.node_bandwidth  # its cards stay
+        assert links_of_launch(preset, 1) == launched  # one level, over the same nodes
+        assert links_of_launch(preset, 2).ranks_per_node == 2  # the user knows better
+    with mock.patch.dict("os.environ", clear=True):
+        assert links_of_launch(preset) is preset
+        assert links_of_launch(preset, 2).ranks_per_node == 2
 
 
 def _counts() -> list[int] | None:

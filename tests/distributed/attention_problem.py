@@ -32,6 +32,7 @@ class Problem:
     head_width: int = 8
     dtype: torch.dtype = torch.float64
     strategy: str = "lpt"
+    block_order: str = "contiguous"
     chunks_per_rank: int | None = None
     comm: str = "splitkv"
     kernel: str = "cpu"
@@ -60,6 +61,7 @@ class Problem:
             cp_size,
             strategy=self.strategy,
             chunks_per_rank=self.chunks_per_rank,
+            block_order=self.block_order,
         )
 
     def tensors(self, plan: ContextPlan) -> list[torch.Tensor]:

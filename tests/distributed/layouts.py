@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from megatron_splitkv import compat
+from megatron_splitkv.drafter import DFlashConfig
 from megatron_splitkv.testing import relative_error
 from tests.drafter.harness import (
+    TINY,
     Sample,
     awkward_samples,
     build_model,
@@ -129,7 +131,7 @@ class Trainer:
     # As the command line's default: Megatron's own can change the data-parallel size alone.
     sharding = "fully_reshardable"
 
-    def __init__(self, layout: Layout, init_seed: int = 1234) -> None:
+    def __init__(self, layout: Layout, init_seed: int = 1234, drafter: DFlashConfig = TINY) -> None:
         from megatron.core.distributed import DistributedDataParallel as DDP
         from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -141,7 +143,14 @@ class Trainer:
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
         precision = {"bf16": True, "params_dtype": dtype} if layout.bf16 else {}
         arguments = {"init_seed": init_seed}
-        model = build_model(layout.tp, layout.cp, model_args=arguments, **precision, **layout.model)
+        model = build_model(
+            layout.tp,
+            layout.cp,
+            dflash=drafter,
+            model_args=arguments,
+            **precision,
+            **layout.model,
+        )
         config = model.config
         config.finalize_model_grads_func = finalize_model_grads
         self.ddp = DDP(
@@ -281,10 +290,12 @@ class Trainer:
 
 
 @contextmanager
-def trainer(layout: Layout, init_seed: int = 1234) -> Iterator[Trainer]:
+def trainer(
+    layout: Layout, init_seed: int = 1234, drafter: DFlashConfig = TINY
+) -> Iterator[Trainer]:
     """A `Trainer` with Megatron's groups around it."""
     with parallel_state(layout.tp, layout.cp):
-        running = Trainer(layout, init_seed)
+        running = Trainer(layout, init_seed, drafter)
         try:
             yield running
         finally:

@@ -230,6 +230,7 @@ def _tensor_and_context_parallel(problem: Problem) -> torch.Tensor:
         shard_keys(v, plan, cp_rank),
         plan,
         groups[tp_rank],
+        strategy=problem.comm,
     )
 
 
@@ -243,6 +244,7 @@ def _one_key_head_for_four_ranks(problem: Problem) -> torch.Tensor:
         shard_keys(v, plan, rank),
         plan,
         dist.group.WORLD,
+        strategy=problem.comm,
     )
 
 

@@ -119,9 +119,11 @@ def constant_scale(numerator: torch.Tensor, weights: torch.Tensor, **_: Any) -> 
     return numerator * 256, (weights.sum() * 256).round().int()
 
 
-def shifted_context(self: Sample, plan: Any, cp_rank: int) -> dict[str, torch.Tensor]:
+def shifted_context(
+    self: Sample, plan: Any, cp_rank: int, **options: Any
+) -> dict[str, torch.Tensor]:
     """The wrong rotary phase: context positions one too high."""
-    batch = ORIGINAL_BATCH(self, plan, cp_rank)
+    batch = ORIGINAL_BATCH(self, plan, cp_rank, **options)
     return {**batch, "context_positions": batch["context_positions"] + 1}
 
 

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from megatron_splitkv.cpu import cpu_mode
 from megatron_splitkv.data.anchors import BlockLayout, select_anchors
 from megatron_splitkv.data.packing import Pack
 from megatron_splitkv.drafter import DFlashConfig
+from megatron_splitkv.drafter.domino_config import DominoConfig
+from megatron_splitkv.drafter.dspark_config import DSparkConfig
 from megatron_splitkv.plan import ContextPlan, build_plan, fitting_chunks
 from megatron_splitkv.testing import gloo_pool
 
@@ -35,6 +37,14 @@ TINY = DFlashConfig(
     loss_decay_gamma=2.0,
     max_position_embeddings=64,
 )
+TINY_DOMINO = DominoConfig(
+    **{field.name: getattr(TINY, field.name) for field in fields(TINY)},
+    emb_dim=10,
+    gru_hidden_dim=12,
+)
+TINY_DSPARK = DSparkConfig(
+    **{field.name: getattr(TINY, field.name) for field in fields(TINY)}, markov_rank=10
+)
 
 
 @dataclass(frozen=True)
@@ -45,20 +55,38 @@ class Sample:
     layout: BlockLayout
     features: torch.Tensor
     strategy: str = "lpt"
+    final_hidden: torch.Tensor | None = None
 
-    def plan(self, cp_size: int) -> ContextPlan:
+    def plan(self, cp_size: int, windows: Sequence[int | None] = (None,)) -> ContextPlan:
         length = len(self.features)
-        chunks = fitting_chunks(3, length, cp_size)
         return build_plan(
-            self.layout, length, cp_size, strategy=self.strategy, chunks_per_rank=chunks
+            self.layout,
+            length,
+            cp_size,
+            strategy=self.strategy,
+            chunks_per_rank=fitting_chunks(3, length, cp_size),
+            windows=windows,
         )
 
-    def batch(self, plan: ContextPlan, cp_rank: int) -> dict[str, torch.Tensor]:
+    def batch(
+        self, plan: ContextPlan, cp_rank: int, *, label_shift: int = 0, teacher: bool = False
+    ) -> dict[str, torch.Tensor]:
         def read(ranges: np.ndarray) -> torch.Tensor:
             return torch.cat([self.features[:0], *(self.features[a:b] for a, b in ranges)])
 
+        def read_final(ranges: np.ndarray) -> torch.Tensor:
+            assert self.final_hidden is not None
+            rows = self.final_hidden
+            return torch.cat([rows[:0], *(rows[a:b] for a, b in ranges)])
+
         return get_batch_on_this_cp_rank(
-            self.pack, plan, cp_rank, read, mask_token_id=TINY.mask_token_id
+            self.pack,
+            plan,
+            cp_rank,
+            read,
+            mask_token_id=TINY.mask_token_id,
+            label_shift=label_shift,
+            read_final_hidden=read_final if teacher else None,
         )
 
 
@@ -110,7 +138,8 @@ def make_sample(
     features = torch.from_numpy(
         generator.standard_normal((int(bounds[-1]), TINY.feature_width)).astype(np.float32)
     )
-    return Sample(pack, layout, features, strategy)
+    final_hidden = generator.standard_normal((int(bounds[-1]), TINY.hidden_size))
+    return Sample(pack, layout, features, strategy, torch.from_numpy(final_hidden).float())
 
 
 def awkward_samples() -> list[Sample]:
@@ -173,13 +202,16 @@ def frozen_target(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * 0.5
 
 
-def build_model(tp: int, cp: int, *, model_args: Any = None, **overrides: Any) -> Any:
-    from megatron_splitkv.drafter import DFlashModel, get_dflash_layer_spec
+def build_model(
+    tp: int, cp: int, *, dflash: DFlashConfig = TINY, model_args: Any = None, **overrides: Any
+) -> Any:
+    from megatron_splitkv.drafter import get_dflash_layer_spec
+    from megatron_splitkv.drafter.kinds import model_class
 
     # What initial weights must not depend on.
     torch.manual_seed(dist.get_rank())
     torch.rand(dist.get_rank() + 1)
-    config = TINY.to_transformer_config(
+    config = dflash.to_transformer_config(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
         use_cpu_initialization=True,
@@ -194,7 +226,7 @@ def build_model(tp: int, cp: int, *, model_args: Any = None, **overrides: Any) -
         "head_weight": head,
         **(model_args or {}),
     }
-    return DFlashModel(config, TINY, **arguments).train()
+    return model_class(dflash.kind)(config, dflash, **arguments).train()
 
 
 def train_step(
@@ -203,10 +235,11 @@ def train_step(
     cp: int,
     overrides: Mapping[str, Any] | None = None,
     overlap: bool = False,
+    dflash: DFlashConfig = TINY,
 ) -> StepResult:
     """One step of Megatron's own schedule, DDP and gradient finalisation on this pool's ranks."""
     with parallel_state(tp, cp):
-        model = build_model(tp, cp, **(overrides or {}))
+        model = build_model(tp, cp, dflash=dflash, **(overrides or {}))
         return run_schedule(data_parallel(model, overlap), samples)
 
 
@@ -251,8 +284,14 @@ def run_schedule(ddp: Any, samples: Sequence[Sample], *, gradients: bool = True)
 
     def forward_step(iterator: Iterator[Sample], module: Any) -> Any:
         sample = next(iterator)
-        plan = sample.plan(cp_size)
-        return module(sample.batch(plan, cp_rank), plan), lambda output: output
+        plan = sample.plan(cp_size, model.dflash.windows)
+        batch = sample.batch(
+            plan,
+            cp_rank,
+            label_shift=model.dflash.label_shift,
+            teacher=model.dflash.needs_final_hidden,
+        )
+        return module(batch, plan), lambda output: output
 
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -280,8 +319,8 @@ def run_schedule(ddp: Any, samples: Sequence[Sample], *, gradients: bool = True)
 
 def join_tp(parameter: Any, tensor: torch.Tensor, *, group: Any) -> torch.Tensor:
     """Put TP shards together as one rank would hold them; replicated tensors must be equal."""
-    shards = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(shards, tensor.contiguous(), group=group)
+    shards: list[Any] = [None] * group.size()
+    dist.all_gather_object(shards, tensor.contiguous(), group=group)  # shards may differ by a row
     if not getattr(parameter, "tensor_model_parallel", False):
         assert all(torch.equal(shard, shards[0]) for shard in shards), "TP ranks differ"
         return shards[0].clone()

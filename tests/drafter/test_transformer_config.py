@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter import DFlashConfig, check_transformer_config, get_dflash_layer_spec
+from megatron_splitkv.drafter.specs import with_window
 from tests.drafter.harness import TINY
 
 
@@ -40,6 +41,8 @@ def test_architecture_reaches_megatron() -> None:
         ({"layernorm_epsilon": 1e-5}, "layernorm_epsilon is 1e-05, the drafter needs 1e-06"),
         ({"activation_func": F.gelu}, "activation_func is gelu, the drafter needs silu"),
         ({"num_layers": 4}, "num_layers is 4, the drafter needs 2"),
+        ({"window_size": (8, 0)}, r"window_size is \(8, 0\), .*layer_types, sliding_window"),
+        ({"use_mup": True}, "use_mup is True, .*input_embedding_scale"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
             "recompute module 'layernorm' is not supported; choose among: core_attn, mlp",
@@ -89,3 +92,13 @@ def test_the_spec_takes_any_provider() -> None:
     )
     assert (spec.submodules.input_layernorm, attention.k_layernorm) == ("norm", "head norm")
     assert attention.core_attention.keywords == {"kernel": "naive", "options": options}
+
+
+def test_a_window_reaches_the_layers_that_slide_and_leaves_the_spec_alone() -> None:
+    spec = get_dflash_layer_spec(attention_kernel="naive")
+    assert with_window(spec, None) is spec
+    sliding = with_window(spec, 9)
+    core, plain = (s.submodules.self_attention.submodules.core_attention for s in (sliding, spec))
+    assert core.keywords == plain.keywords | {"block_window": 9}
+    assert "block_window" not in plain.keywords
+    assert sliding.submodules.mlp is spec.submodules.mlp

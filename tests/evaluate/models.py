@@ -1,5 +1,6 @@
 """Tiny random targets and drafters for them."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 
 from megatron_splitkv.data.target import import_transformers
 from megatron_splitkv.drafter import DFlashConfig
+from megatron_splitkv.evaluate.greedy import GreedyText, greedy_decode
+from megatron_splitkv.evaluate.speculative import SpeculativeText, speculative_decode
 from megatron_splitkv.export.zlab import zlab_shapes
 
 VOCAB, LAYERS, HIDDEN = 97, 5, 64
@@ -56,8 +59,24 @@ def tiny_target(kind: str = "qwen3") -> Any:
         "initializer_range": 0.1,
     }
     torch.manual_seed(3)
+    slides = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+    elif kind == "qwen3_5":  # gated delta rule in every layer but one
+        linear = {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+        }
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**common, **linear))
+    elif kind == "mistral":  # every layer slides
+        config = transformers.MistralConfig(**common, sliding_window=12)
+        model = transformers.MistralForCausalLM(config)
+    elif kind == "gemma3":  # scaled embeddings, two rotary bases
+        config = transformers.Gemma3TextConfig(**common, sliding_window=12, layer_types=slides)
+        model = transformers.Gemma3ForCausalLM(config)
     else:
         sliding = {}
         if kind == "sliding":
@@ -65,7 +84,7 @@ def tiny_target(kind: str = "qwen3") -> Any:
                 "use_sliding_window": True,
                 "sliding_window": 12,
                 "max_window_layers": 0,
-                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+                "layer_types": slides,
             }
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, **sliding))
     model = model.eval().requires_grad_(False)
@@ -90,3 +109,19 @@ def prompts(count: int, seed: int = 1, length: int = 20) -> list[list[int]]:
     """Random prompts of different lengths without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(EOS, (length + i,), generator=generator).tolist() for i in range(count)]
+
+
+def decode_greedily(
+    target: Any, token_ids: Sequence[Sequence[int]], **options: Any
+) -> list[GreedyText]:
+    """`greedy_decode` in the order of the prompts."""
+    texts = dict(greedy_decode(target, token_ids, **options))
+    return [texts[i] for i in range(len(token_ids))]
+
+
+def decode_speculatively(
+    target: Any, drafter: Any, token_ids: Sequence[Sequence[int]], **options: Any
+) -> list[SpeculativeText]:
+    """`speculative_decode` in the order of the prompts."""
+    texts = dict(speculative_decode(target, drafter, token_ids, **options))
+    return [texts[i] for i in range(len(token_ids))]

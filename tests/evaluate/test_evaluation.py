@@ -1,22 +1,42 @@
 """The whole measurement on random models, as a library and as a command."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_splitkv.cli import main
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.evaluate import DraftModel, EvaluationPrompt, evaluate_drafter
+from megatron_splitkv.evaluate import (
+    DraftModel,
+    EvaluationPrompt,
+    EvaluationResult,
+    evaluate_drafter,
+    print_table,
+)
 from megatron_splitkv.evaluate.cached_target import target_texts
-from megatron_splitkv.evaluate.drafters import DFlashDrafter, Drafter, NGramDrafter
-from megatron_splitkv.evaluate.greedy import greedy_decode
+from megatron_splitkv.evaluate.drafters import Drafter, ModelDrafter, NGramDrafter
+from megatron_splitkv.evaluate.greedy import Comparison
+from megatron_splitkv.evaluate.heads import DFlashHead
 from megatron_splitkv.evaluate.recorded_target import RecordedTarget
-from megatron_splitkv.evaluate.speculative import speculative_decode
+from megatron_splitkv.evaluate.report import context_label, truncation_sentence
+from megatron_splitkv.evaluate.result import METHODS
+from megatron_splitkv.evaluate.speculative import DraftStep
 from megatron_splitkv.export import write_drafter
-from tests.evaluate.models import DRAFTER, EOS, VOCAB, prompts, random_zlab_tensors, tiny_target
+from tests.evaluate.models import (
+    DRAFTER,
+    EOS,
+    VOCAB,
+    decode_greedily,
+    decode_speculatively,
+    prompts,
+    random_zlab_tensors,
+    tiny_target,
+)
 
 
 def trained() -> DraftModel:
@@ -33,20 +53,26 @@ def test_replayed_controls_count_what_real_decoding_counts(
     kind: str, stop: tuple[int, ...]
 ) -> None:
     target = tiny_target(kind)
+    head = DFlashHead(DRAFTER)
     drafters: list[Drafter] = [
-        DFlashDrafter(trained(), target),
-        DFlashDrafter(trained(), target, use_context=False),
-        DFlashDrafter(DraftModel.untrained(DRAFTER, seed=0), target),
+        ModelDrafter(trained(), head, target),
+        ModelDrafter(trained(), head, target, use_context=False),
+        ModelDrafter(DraftModel.untrained(DRAFTER, seed=0), head, target),
         NGramDrafter(),
     ]
-    options: Any = {"block_size": DRAFTER.block_size, "max_new_tokens": 37, "stop_token_ids": stop}
+    options: Any = {"max_new_tokens": 37, "stop_token_ids": stop}
+    proposals = DRAFTER.num_proposals
     seen = set()
     with target_texts(target, DRAFTER.target_layer_ids) as new_text:
         for prompt in prompts(2):
-            text = greedy_decode(new_text(), prompt, max_new_tokens=37, stop_token_ids=stop)
+            (text,) = decode_greedily(new_text(), [prompt], **options)
             for drafter in drafters:
-                real = speculative_decode(new_text(), drafter, prompt, **options)
-                replay = speculative_decode(RecordedTarget(text), drafter, prompt, **options)
+                (real,), (replay,) = (
+                    decode_speculatively(
+                        target, drafter, [prompt], num_proposals=proposals, **options
+                    )
+                    for target in (new_text(), RecordedTarget([text]))
+                )
                 assert real == replay
                 assert real.new_tokens == text.new_tokens
                 seen |= {step.produced for step in real.steps}
@@ -77,9 +103,39 @@ def test_result_holds_together() -> None:
     assert values["accept_len"] == pytest.approx(result.accept_len)
     assert values["greedy_equal"] is True
     assert {"greedy decoding", "speculative decoding", "controls"} == values["seconds"].keys()
+    bins = result.by_context()
+    assert [context.start for context in bins] == [0]
+    assert bins[0].accept_len == pytest.approx(result.accept_len)
     assert result.differences["ngram"][0] == pytest.approx(
         result.accept_len["trained"] - result.accept_len["ngram"]
     )
+
+
+def test_steps_fall_into_bins_by_their_anchors() -> None:
+    steps = [DraftStep(3, 1, 2), DraftStep(3, 0, 1), DraftStep(3, 3, 4), DraftStep(1, 1, 1)]
+    result = EvaluationResult(
+        prompt_ids=["a", "b"],
+        prompt_lengths=[126, 255],  # anchors 126, 128, 129, 133 and 255, 257, 258, 262
+        truncated_tokens=[0, 40],
+        steps={method: [steps, steps] for method in METHODS},
+        comparisons=[Comparison(True)] * 2,
+        block_size=4,
+        num_proposals=3,
+        max_new_tokens=9,
+    )
+    first, second, third = (context for context in result.by_context())
+    assert (first.start, first.stop, first.steps["trained"]) == (0, 128, 1)
+    assert first.accept_len["trained"] == 2
+    assert (second.start, second.stop, second.steps["ngram"]) == (128, 256, 4)
+    assert second.accept_len["ngram"] == (1 + 4 + 1 + 2) / 4
+    assert (third.start, third.stop, third.steps["trained"]) == (256, 512, 3)
+    assert third.accept_len["trained"] == 2
+    assert [context_label(context) for context in (first, second)] == ["<128", "128-255"]
+    assert truncation_sentence(result).startswith("1 of 2 prompts (50%) lost their beginning: 40")
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_table(result, console)
+    for words in ("Acceptance length by the tokens", "128-255", "lost their beginning"):
+        assert words in console.export_text(clear=False)
 
 
 def test_context_reaches_the_drafter() -> None:
@@ -163,6 +219,28 @@ def test_command_prints_one_table_and_writes_what_was_asked_for(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_command_goes_on_after_a_kill(
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "report.json"
+    command = [*folders, "--output", str(output)]
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_splitkv.evaluate.write_report", None)  # dies at the end
+        with pytest.raises(TypeError):
+            main(command)
+    assert not output.exists()
+    assert main([*command, "--seed", "3"]) == 2
+    assert "its seed is 0, now it is 3; start anew with --overwrite" in capsys.readouterr().err
+    monkeypatch.setattr("megatron_splitkv.evaluate.evaluation.greedy_decode", None)
+    assert main([*command, "--batch-size", "1"]) == 0
+    assert "Going on after 3 of 3 prompts" in capsys.readouterr().out
+    assert json.loads(output.read_text())["resumed_prompts"] == 3
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
 def test_command_prints_json(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*folders, "--json", "--limit", "2"]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -177,6 +255,9 @@ def test_command_prints_json(folders: list[str], capsys: pytest.CaptureFixture[s
         ("--target", "nowhere", "not a Hugging Face folder"),
         ("--prompts", "nowhere", "prompts nowhere cannot be read"),
         ("--limit", "0", "--limit is 0"),
+        ("--batch-size", "0", "--batch-size is 0"),
+        ("--max-prompt-tokens", "0", "allow at least 1"),
+        ("--chat-template-options", "{x", "--chat-template-options {x is no JSON object"),
     ],
 )
 def test_command_refuses_bad_input_in_one_line(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_splitkv.evaluate.cached_target import target_texts
-from megatron_splitkv.evaluate.greedy import GreedyText, compare_with_greedy, greedy_decode
-from tests.evaluate.models import EOS, prompts, tiny_target
+from megatron_splitkv.evaluate.greedy import GreedyText, compare_with_greedy
+from tests.evaluate.models import EOS, decode_greedily, prompts, tiny_target
 
 TAPS = (0, 2, 3)
 
@@ -18,7 +18,7 @@ def test_cached_decoding_equals_whole_passes(kind: str) -> None:
     model = tiny_target(kind)
     with target_texts(model, TAPS) as new_text:
         for prompt in prompts(2):
-            text = greedy_decode(new_text(), prompt, max_new_tokens=25)
+            (text,) = decode_greedily(new_text(), [prompt], max_new_tokens=25)
             with torch.inference_mode():
                 whole = model(input_ids=torch.tensor([text.tokens[:-1]]), output_hidden_states=True)
             choices = whole.logits[0, len(prompt) - 1 :]
@@ -33,10 +33,10 @@ def test_stops_at_a_stop_token() -> None:
     model = tiny_target()
     prompt = prompts(1)[0]
     with target_texts(model, TAPS) as new_text:
-        whole = greedy_decode(new_text(), prompt, max_new_tokens=25)
-        stop = whole.new_tokens[7]
-        text = greedy_decode(new_text(), prompt, max_new_tokens=25, stop_token_ids={stop, EOS})
-    first = whole.new_tokens.index(stop)
+        (whole,) = decode_greedily(new_text(), [prompt], max_new_tokens=25)
+        stop = {whole.new_tokens[7], EOS}
+        (text,) = decode_greedily(new_text(), [prompt], max_new_tokens=25, stop_token_ids=stop)
+    first = whole.new_tokens.index(whole.new_tokens[7])
     assert text.new_tokens == whole.new_tokens[: first + 1]
     assert len(text.features) == len(text.tokens) - 1
 
@@ -47,13 +47,20 @@ class Wavering:
     def __init__(self, position: int, gap: float) -> None:
         self.position, self.gap = position, gap
 
-    def forward(self, tokens: Sequence[int]) -> tuple[torch.Tensor, None]:
+    def read(self, prompt: Sequence[int]) -> tuple[torch.Tensor, None]:
+        self.start = len(prompt)
+        return self.logits(prompt, 0)[-1], None
+
+    def forward(self, blocks: Sequence[Sequence[int]]) -> tuple[torch.Tensor, None]:
+        return self.logits(blocks[0], self.start)[None], None
+
+    def logits(self, tokens: Sequence[int], start: int) -> torch.Tensor:
         logits = torch.zeros(len(tokens), 40)
         for row, token in enumerate(tokens):
             logits[row, token + 1] = 5.0
-            if row == self.position:
+            if start + row == self.position:
                 logits[row, token + 2] = 5.0 - self.gap
-        return logits, None
+        return logits
 
 
 def reference(gap: float) -> GreedyText:

@@ -9,7 +9,7 @@ from megatron_splitkv.evaluate.drafters import NGramDrafter
 
 
 def propose(tokens: Sequence[int], count: int) -> list[int]:
-    return NGramDrafter().propose(tokens, torch.empty(0), count)
+    return NGramDrafter().propose([tokens], [torch.empty(0)], [count])[0]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,12 @@ def test_acceptance(prompts: int, block_size: int, tmp_path: Path) -> None:
     steps = [[DraftStep(1, 1, 2), DraftStep(0, 0, 1)]] * prompts
     result = EvaluationResult(
         prompt_ids=[str(i) for i in range(prompts)],
+        prompt_lengths=[100 * 3**i for i in range(prompts)],
+        truncated_tokens=[0] * prompts,
         steps=dict.fromkeys(METHODS, steps),
         comparisons=[Comparison(True)] * prompts,
         block_size=block_size,
+        num_proposals=block_size - 1,
         max_new_tokens=4,
     )
     assert result.accept_len["trained"] == 1.5

@@ -1,18 +1,28 @@
 """The public client loads what we export and agrees with what we measure."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_splitkv.drafter import DFlashConfig
 from megatron_splitkv.evaluate import DraftModel
 from megatron_splitkv.evaluate.cached_target import target_texts
-from megatron_splitkv.evaluate.drafters import DFlashDrafter
-from megatron_splitkv.evaluate.greedy import compare_with_greedy, greedy_decode
-from megatron_splitkv.evaluate.speculative import speculative_decode
+from megatron_splitkv.evaluate.drafters import ModelDrafter
+from megatron_splitkv.evaluate.greedy import compare_with_greedy
+from megatron_splitkv.evaluate.heads import proposal_head
 from megatron_splitkv.export import read_drafter, write_drafter
-from tests.evaluate.models import DRAFTER, EOS, prompts, random_zlab_tensors, tiny_target
+from tests.evaluate.models import (
+    DRAFTER,
+    EOS,
+    decode_greedily,
+    decode_speculatively,
+    prompts,
+    random_zlab_tensors,
+    tiny_target,
+)
 
 client = pytest.importorskip("dflash.model")
 
@@ -27,10 +37,21 @@ def load_in_client(folder: Path) -> Any:
     return model.eval()
 
 
+SLIDING = replace(
+    DRAFTER,
+    layer_types=("sliding_attention", "full_attention"),
+    sliding_window=5,  # shorter than the block: slots do not see all of their own block
+)
+
+
+def folder_of(config: DFlashConfig, parent: Path) -> Path:
+    write_drafter(parent / "drafter", random_zlab_tensors(config), config)
+    return parent / "drafter"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_drafter(tmp_path / "drafter", random_zlab_tensors(), DRAFTER)
-    return tmp_path / "drafter"
+    return folder_of(DRAFTER, tmp_path)
 
 
 def test_client_reads_the_configuration(folder: Path) -> None:
@@ -45,8 +66,12 @@ def test_client_reads_the_configuration(folder: Path) -> None:
     assert not any(layer.self_attn.is_causal for layer in model.layers)
 
 
+@pytest.mark.parametrize("drafter", [DRAFTER, SLIDING], ids=["full", "sliding"])
 @torch.inference_mode()
-def test_hidden_states_equal_the_clients_step_by_step(folder: Path) -> None:
+def test_hidden_states_equal_the_clients_step_by_step(
+    drafter: DFlashConfig, tmp_path: Path
+) -> None:
+    folder = folder_of(drafter, tmp_path)
     theirs = load_in_client(folder)
     config, tensors = read_drafter(folder)
     ours = DraftModel.from_tensors(config, tensors)
@@ -73,6 +98,8 @@ def test_hidden_states_equal_the_clients_step_by_step(folder: Path) -> None:
     assert cache.length == seen
 
 
+# The client calls transformers by a keyword that is being renamed; we do not.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
 @pytest.mark.parametrize("stop_token_ids", [(), (EOS, 60, 63)], ids=["no stop", "stop"])
 def test_generates_the_clients_tokens_and_acceptance_lengths(
@@ -82,7 +109,8 @@ def test_generates_the_clients_tokens_and_acceptance_lengths(
     target = tiny_target(kind)
     theirs = load_in_client(folder)
     config, tensors = read_drafter(folder)
-    ours = DFlashDrafter(DraftModel.from_tensors(config, tensors), target)
+    model, head = DraftModel.from_tensors(config, tensors), proposal_head(config, tensors)
+    ours = ModelDrafter(model, head, target)
     lengths: list[int] = []
     with target_texts(target, config.target_layer_ids) as new_text:
         for prompt in prompts(3):
@@ -94,19 +122,19 @@ def test_generates_the_clients_tokens_and_acceptance_lengths(
                 stop_token_ids=list(stop_token_ids) or None,
                 return_stats=True,
             )
-            text = speculative_decode(
+            (text,) = decode_speculatively(
                 new_text(),
                 ours,
-                prompt,
-                block_size=config.block_size,
+                [prompt],
+                num_proposals=config.num_proposals,
                 max_new_tokens=41,
                 stop_token_ids=stop_token_ids,
             )
             assert text.new_tokens == expected.output_ids[0, len(prompt) :].tolist()
             assert [step.produced for step in text.steps] == expected.acceptance_lengths
             lengths += expected.acceptance_lengths
-            reference = greedy_decode(
-                new_text(), prompt, max_new_tokens=41, stop_token_ids=stop_token_ids
+            (reference,) = decode_greedily(
+                new_text(), [prompt], max_new_tokens=41, stop_token_ids=stop_token_ids
             )
             assert compare_with_greedy(text.new_tokens, reference, new_text()).equal
     assert len(set(lengths)) > 2, "too dull to tell counts apart"

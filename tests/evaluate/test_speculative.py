@@ -7,7 +7,8 @@ import torch
 
 from megatron_splitkv.evaluate.greedy import GreedyText
 from megatron_splitkv.evaluate.recorded_target import RecordedTarget
-from megatron_splitkv.evaluate.speculative import DraftStep, speculative_decode
+from megatron_splitkv.evaluate.speculative import DraftStep
+from tests.evaluate.models import decode_speculatively
 
 PROMPT_LENGTH = 6
 
@@ -30,10 +31,22 @@ class Scripted:
         self.seen: list[float] = []
         self.counts: list[int] = []
 
-    def start(self, max_length: int) -> None:
+    def join(self, max_length: int) -> None:
         self.max_length = max_length
 
-    def propose(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> list[int]:
+    def keep(self, texts: Sequence[int]) -> None:
+        pass
+
+    def propose(
+        self,
+        texts: Sequence[Sequence[int]],
+        features: Sequence[torch.Tensor],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        (tokens,), (count,) = texts, counts
+        return [self.continuation(tokens, features[0], count)]
+
+    def continuation(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> list[int]:
         assert tokens == [100 + position for position in range(len(tokens))]
         self.seen += features[:, 0].tolist()
         assert self.seen == list(range(len(tokens) - 1)), "context is everything before the anchor"
@@ -46,11 +59,11 @@ class Scripted:
 
 def decode(text: GreedyText, drafter: Scripted, block_size: int, **options: int) -> list[DraftStep]:
     stop = {options["stop"]} if "stop" in options else set()
-    found = speculative_decode(
-        RecordedTarget(text),
+    (found,) = decode_speculatively(
+        RecordedTarget([text]),
         drafter,
-        text.prompt,
-        block_size=block_size,
+        [text.prompt],
+        num_proposals=block_size - 1,
         max_new_tokens=options.get("max_new_tokens", len(text.new_tokens)),
         stop_token_ids=stop,
     )
@@ -102,7 +115,9 @@ def test_a7_shifted_slots_are_accepted_nowhere(shift: int) -> None:
 
 def test_fewer_proposals_than_slots() -> None:
     class Silent(Scripted):
-        def propose(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> list[int]:
+        def continuation(
+            self, tokens: Sequence[int], features: torch.Tensor, count: int
+        ) -> list[int]:
             return []
 
     steps = decode(text_of(12), Silent([]), block_size=4)
@@ -110,5 +125,5 @@ def test_fewer_proposals_than_slots() -> None:
 
 
 def test_a_recorded_target_wants_its_own_prompt() -> None:
-    with pytest.raises(ValueError, match="prompt of its text"):
-        RecordedTarget(text_of(12)).prefill([1, 2])
+    with pytest.raises(ValueError, match="prompts of its texts"):
+        RecordedTarget([text_of(12)]).join([1, 2])

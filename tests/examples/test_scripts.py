@@ -11,6 +11,7 @@ from megatron_splitkv.cli import build_parser
 from tests.distributed.jobs import ROOT
 from tests.train.launches import parse
 
+SET_BY_LAUNCHES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MASTER_ADDR", "MASTER_PORT")
 # Commands of a cluster that say what they were asked for; "python" ends there too.
 STUBS = {
     "scontrol": 'test "$1 $2 $3" = "show hostnames node[3-4]"; printf "node3\\nnode4\\n"',
@@ -34,7 +35,8 @@ def run_script(name: str, folder: Path, *arguments: str, **variables: str) -> li
         (bin_folder / command).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (bin_folder / command).chmod(0o755)
     environment = {
-        **{k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"},
+        # Not what an earlier test of this process made of itself: a launched rank.
+        **{k: v for k, v in os.environ.items() if k not in SET_BY_LAUNCHES},
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHON": "python",
         "SLURM_SUBMIT_DIR": str(ROOT),

@@ -1,12 +1,14 @@
 """Writes real Megatron checkpoints of a small DFlash drafter; runs on the ranks of a gloo pool."""
 
 import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.drafter.harness import Sample, build_model, make_sample, parallel_state
+from tests.drafter.harness import Sample, build_model, join_tp, make_sample, parallel_state
 
 CONTEXT, ANCHORS = 12, (5, 9)
 
@@ -52,6 +54,61 @@ def save_checkpoints(stacked: str, numbered: str, tp: int) -> torch.Tensor:
         plan = sample.plan(1)
         with torch.no_grad():
             return model.draft(sample.batch(plan, 0), plan)
+
+
+@dataclass
+class Loaded:
+    """A released drafter in a Megatron model, seen from one rank; TP shards joined."""
+
+    weights: dict[str, torch.Tensor]
+    drafted: torch.Tensor
+
+
+def load_released(
+    drafters: dict[str, str], layouts: Sequence[tuple[int, int]], save: dict[str, str]
+) -> dict[tuple[str, tuple[int, int]], Loaded]:
+    """Load released drafters into models of several layouts; save some as checkpoints.
+
+    Args:
+        drafters: folders by name.
+        layouts: (tp, cp), all ranks of the pool.
+        save: an iteration's existing folder by name, for the first layout.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as state
+
+    from megatron_splitkv.export import from_zlab, read_drafter
+    from megatron_splitkv.train.initial_drafter import load_initial_weights
+
+    found = {}
+    for layout in layouts:
+        with parallel_state(*layout):
+            for name, folder in drafters.items():
+                config, tensors = read_drafter(folder)
+                model = build_model(*layout, dflash=config)
+                whole = from_zlab(tensors, config)
+                load_initial_weights(model, whole, tp_group=model.tp_group)
+                assert not whole
+                if name in save and layout == layouts[0]:
+                    group = state.get_data_parallel_group(with_context_parallel=True)
+                    metadata = {
+                        "dp_cp_group": group,
+                        "distrib_optim_sharding_type": "fully_reshardable",
+                    }
+                    content = {"model": model.sharded_state_dict(metadata=metadata)}
+                    dist_checkpointing.save(content, save[name])
+                    _end_result_queue()
+                sample = draft_sample()
+                plan = sample.plan(layout[1], config.windows)
+                batch = sample.batch(plan, state.get_context_parallel_rank())
+                with torch.no_grad():
+                    drafted = model.draft(batch, plan)
+                weights = {
+                    key: join_tp(parameter, parameter.detach(), group=model.tp_group)
+                    for key, parameter in model.named_parameters()
+                }
+                found[name, layout] = Loaded(weights, drafted)
+    return found
 
 
 def _shake_norms(model: Any) -> None:

@@ -126,7 +126,7 @@ def test_another_drafters_configuration_is_refused(saved: Saved, tmp_path: Path)
         ({"num_layers": 1}, r"holds decoder\.layers\.1\.input_layernorm\.weight"),
         ({"ffn_hidden_size": 64}, r"linear_fc\d\.weight of shape .* asks for"),
     ):
-        values = json.loads(TINY.to_json()) | change
+        values = json.loads(TINY.to_json()) | {"layer_types": []} | change
         (folder / "drafter_config.json").write_text(json.dumps(values))
         with pytest.raises(ConfigError, match=message):
             export_drafter(folder, tmp_path / "drafter")

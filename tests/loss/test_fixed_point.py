@@ -8,6 +8,7 @@ from megatron_splitkv.loss import (
     FIXED_POINT_SCALE,
     MAX_TOKEN_COUNT,
     check_token_count,
+    dpace_weights,
     fixed_point_loss,
 )
 
@@ -60,3 +61,28 @@ def test_a_count_beyond_int32_is_refused_by_number() -> None:
         check_token_count(fits + 1, block_size=2, gamma=7.0, packs_per_step=1)
     with pytest.raises(ConfigError, match="1024 packs"):
         check_token_count(16384, block_size=16, gamma=7.0, packs_per_step=1024)
+
+
+def test_dpace_counts_the_most_that_its_blocks_can_weigh() -> None:
+    """Five trained slots that are surely right weigh 5 + 4 + 3 + 2 + 1."""
+    fits = MAX_TOKEN_COUNT // FIXED_POINT_SCALE // 15
+    options = {"block_size": 6, "gamma": 7.0, "packs_per_step": 1, "loss_weights": "dpace"}
+    check_token_count(fits, **options)
+    with pytest.raises(ConfigError, match="can weigh 8,388,615"):
+        check_token_count(fits + 1, **options)
+    sure = dpace_weights(torch.ones(1, 6), torch.arange(6)[None] > 0)
+    assert sure.tolist() == [[0, 5, 4, 3, 2, 1]]
+
+
+def test_noise_in_weights_moves_a_mean_no_further_than_itself() -> None:
+    """D-PACE's weights differ in their last bits between layouts; a count may then differ by 1."""
+    generator = torch.Generator().manual_seed(0)
+    weights = 10 * torch.rand(200, 40, generator=generator)
+    noise = 1e-6 * torch.randn(weights.shape, generator=generator)
+    counts, means = [], []
+    for perturbed in (weights, weights * (1 + noise)):
+        packs = [(float(i), float(pack.sum())) for i, pack in enumerate(perturbed)]
+        means.append(mean_loss(*packs))
+        counts.append([int(fixed_point_loss(torch.zeros(()), pack)[1]) for pack in perturbed])
+    assert counts[0] != counts[1]
+    assert means[1] == pytest.approx(means[0], rel=1e-6)

@@ -57,6 +57,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("qwen3-8b", 1_048_626_432),
         ("qwen3.5-35b-a3b", 473_995_264),
         ("qwen3.5-27b", 1_730_213_120),
+        ("qwen3.6-27b", 1_730_213_120),
     ],
 )
 def test_a_recipe_is_the_published_drafter_and_survives_yaml(

@@ -48,6 +48,9 @@ def test_tables_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     text = capsys.readouterr().out
     assert "measured -> modelled" in text
     assert "errors of held-out bars" in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80  # the last names files
+    assert "…" not in text
+    assert "hint: " not in text
     assert sorted(f.name for f in folder.iterdir()) == ["scale-strong.png", "scale.json"]
     assert (folder / "scale-strong.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((folder / "scale.json").read_text())["studies"]) == 2
@@ -66,6 +69,16 @@ def test_other_machines_are_not_held_to_the_paper(
     assert "measured_seconds" not in study["steps"][0]
     assert main([*argv, "--output", str(tmp_path)]) == 0
     assert "->" not in capsys.readouterr().out
+
+
+def test_links_of_a_cpu_are_called_that(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["scale", "--setting", "weak", "--drafter", "qwen3.5-27b", "--links"]
+    assert main([*argv, "loopback"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "hint: links 'loopback' are a CPU's: 0.015 TFLOP/s in attention" in text
+    assert "bench links --save FILE" in text
+    assert main([*argv, "pcie-ethernet"]) == 0
+    assert "hint: " not in capsys.readouterr().out
 
 
 def test_fit_prints_fresh_and_frozen(capsys: pytest.CaptureFixture[str]) -> None:

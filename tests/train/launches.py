@@ -10,6 +10,7 @@ import pytest
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.testing.synthetic import make_synthetic_store
 from megatron_splitkv.train.arguments import add_arguments
+from megatron_splitkv.train.drafter_arguments import complete_drafter_arguments
 
 HIDDEN_SIZE = 32
 VOCAB_SIZE = 64
@@ -44,4 +45,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["pretrain_dflash", *argv])
         patch.setenv("RANK", os.environ.get("RANK", "0"))
-        return parse_args(add_arguments)
+        args = parse_args(add_arguments)
+    complete_drafter_arguments(args)
+    return args

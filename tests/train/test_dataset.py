@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import ContextPlan
+from megatron_splitkv.testing.synthetic import make_synthetic_store
 from megatron_splitkv.train.dataset import BlockRecipe, PackDataset, split_batch
 from tests.train.launches import make_store
 
@@ -153,3 +154,19 @@ def test_short_documents_do_not_fill_a_pack_with_padding(store: FeatureStore) ->
         keep = few[item]["plan.block_keep_mask"]
         assert (~keep).sum() < 3
         assert torch.equal(many[item]["plan.anchor_positions"], few[item]["plan.anchor_positions"])
+
+
+def test_items_carry_the_teacher_where_a_drafter_wants_it(tmp_path: Path) -> None:
+    """Rows of the store one position before each label, and none of them for the others."""
+    store = make_synthetic_store(tmp_path / "s", [40, 30, 20], final_hidden=True)
+    taught = _dataset(store, recipe=replace(RECIPE, label_shift=1, final_hidden=True))[0]
+    plain = _dataset(store, recipe=replace(RECIPE, label_shift=1))[0]
+    teacher = taught.pop("block_teacher_hidden")
+    assert _same(taught, plain)
+    documents, plan = PackedEpochs(store.lengths, 96, seed=5).pack_documents(0), _plan(plain)
+    rows = torch.cat([store.read_final_hidden(int(i), 0, int(store.lengths[i])) for i in documents])
+    slots = torch.from_numpy(plan.layout.anchor_positions)[:, None] + torch.arange(4)
+    trained = plain["block_label_mask"].view(-1, 4)
+    expected = torch.where(trained[..., None], rows[torch.where(trained, slots, 0)], 0)
+    assert torch.equal(teacher, expected.flatten(0, 1))
+    assert trained.any()

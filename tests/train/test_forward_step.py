@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_splitkv.comm import CommMeter, all_reduce_sum
 from megatron_splitkv.comm.meter import _ENTERED
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.anchors import BlockLayout
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import ContextPlan, build_plan
 from megatron_splitkv.testing import gloo_pool, subgroup
@@ -127,8 +128,8 @@ class _Drafter(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.pg_collection = SimpleNamespace(tp_cp=dist.group.WORLD)
-        options = SimpleNamespace(query_cast="all")
-        attention = SimpleNamespace(options=options, strategy="splitkv")
+        options = SimpleNamespace(query_cast="all", ranks_per_node=None)
+        attention = SimpleNamespace(options=options, strategy="splitkv", node_ranks=1)
         layer = SimpleNamespace(self_attention=attention)
         self.decoder = SimpleNamespace(layers=[layer])
         self.dflash = SimpleNamespace(num_layers=1)
@@ -277,3 +278,22 @@ def test_names_in_the_log(reported: str, logged: str) -> None:
     from megatron_splitkv.train.forward_step import _log_name
 
     assert _log_name(reported) == logged
+
+
+def test_the_first_line_says_when_ranks_per_node_has_no_effect() -> None:
+    from megatron_splitkv.attention import SplitKVOptions
+    from megatron_splitkv.train.forward_step import _how_queries_travel
+
+    layout = BlockLayout([3, 5, 7, 9], [0, 0, 0, 0], [True] * 4, 2)
+    plan = build_plan(layout, 16, 4)
+
+    def said(cast: str, asked: int | None, near: int) -> str:
+        options = SplitKVOptions(query_cast=cast, ranks_per_node=asked)
+        return _how_queries_travel(plan, options, near)
+
+    assert "no effect" not in said("all", 2, 2) + said("all", None, 1) + said("all", 1, 1)
+    assert said("all", 4, 1).endswith(
+        "; --splitkv-ranks-per-node 4 has no effect: 4 context-parallel ranks are not several "
+        "nodes of equally many ranks with 4 ranks of the job on each"
+    )
+    assert "2 has no effect: what returns to few ranks takes one level" in said("group", 2, 2)

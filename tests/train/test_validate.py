@@ -4,14 +4,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megatron_splitkv.config import CP_COMM_TYPES, ConfigError
+from megatron_splitkv.data.meta import StoreMeta, TargetInfo
 from megatron_splitkv.data.shard import seal_index
+from megatron_splitkv.drafter import DSparkConfig
 from megatron_splitkv.train.arguments import complete_arguments
 from megatron_splitkv.train.setup import open_store
 from megatron_splitkv.train.validate import (
@@ -19,7 +21,9 @@ from megatron_splitkv.train.validate import (
     check_arguments,
     check_cp_comm_type,
     check_same_target,
+    check_teacher,
 )
+from tests.drafter.harness import TINY
 from tests.train.launches import TINY_DRAFTER, make_store, parse
 
 
@@ -84,6 +88,16 @@ def test_hypergraph_without_its_package_is_refused_at_once(
             "--seq-length 3 gives 4 context-parallel ranks less than a row each",
         ),
         (["--loss-decay-gamma", "0"], r"--loss-decay-gamma 0"),
+        (["--loss-weights", "focal"], "--loss-weights 'focal' is not known; .*decay, dpace"),
+        (["--distillation-weight", "1.5"], r"--distillation-weight 1.5 must be in \[0, 1\]"),
+        (
+            ["--drafter", "domino", "--loss-weights", "dpace"],
+            "--loss-weights dpace is for --drafter dflash: domino has a loss of its own; drop it",
+        ),
+        (
+            ["--drafter", "dspark", "--distillation-weight", "0.5"],
+            "--distillation-weight 0.5 is for --drafter dflash: dspark has a loss",
+        ),
         (["--context-parallel-size", "2"], "1 ranks .*groups of 1 x 2"),
         (["--full-validation"], "--full-validation .*one pass"),
         (["--log-throughput"], "--log-throughput .*GPT"),
@@ -245,3 +259,22 @@ def test_a_tapped_layer_out_of_range_is_refused(tmp_path: Path) -> None:
     index.write_text(json.dumps(seal_index(content)))
     with pytest.raises(ConfigError, match="layer 6 does not exist"):
         open_store(str(tmp_path / "s"), "auto")
+
+
+def test_a_teacher_needs_final_hidden_states_in_the_store() -> None:
+    target = TargetInfo(
+        id="t", checksum="c", num_layers=4, hidden_size=32, vocab_size=61, mask_token_id=60
+    )
+    without = StoreMeta(target, (0, 2))
+    taught = replace(TINY, distillation_weight=0.5)
+    check_teacher(TINY, "data", without)
+    check_teacher(taught, "data", replace(without, final_hidden=True))
+    with pytest.raises(ConfigError) as refusal:
+        check_teacher(taught, "data", without)
+    assert str(refusal.value) == (
+        "--distillation-weight 0.5 learns from the target's distribution, and data has no final "
+        "hidden states; prepare it with splitkv prepare --final-hidden"
+    )
+    shared = {field.name: getattr(TINY, field.name) for field in fields(TINY)}
+    with pytest.raises(ConfigError, match="--drafter dspark learns from the target's distribution"):
+        check_teacher(DSparkConfig(**shared), "data", without)

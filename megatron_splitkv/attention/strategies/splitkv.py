@@ -35,7 +35,7 @@ from megatron_splitkv.attention.merge import (
 )
 from megatron_splitkv.attention.options import SplitKVOptions
 from megatron_splitkv.attention.routing import row_exchange
-from megatron_splitkv.comm import RowExchange, group_rank, group_size
+from megatron_splitkv.comm import RowExchange, group_rank, group_size, ranks_on_node
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.plan import AttentionPlan, check_window
 
@@ -83,7 +83,8 @@ class SplitKVAttention:
         self.softmax_scale = softmax_scale
         self.window = window
         self.options = options
-        self.cast = plan.resolve_cast(options.query_cast, window)
+        near = ranks_on_node(cp_group, options.ranks_per_node)
+        self.cast = plan.resolve_cast(options.query_cast, window, near)
         self.exchange = row_exchange(
             plan, cp_group, device, self.cast, window, options.ranks_per_node
         )

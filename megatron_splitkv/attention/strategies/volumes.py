@@ -36,7 +36,8 @@ class TrafficShape:
         hidden_size: of the model; only `splitkv` behind or before its projections needs it.
         gather: of `splitkv`: ``q`` or ``hidden``.
         scatter: of `splitkv`: ``heads`` or ``proj``.
-        query_share: of `splitkv`: share of the other ranks that a query goes to, 1 if to all.
+        query_cast: of `splitkv`: ``all`` or ``group``, as the plan resolves it.
+        query_share: of a group-cast: share of the other ranks that a query goes to.
         node_ranks: of `splitkv`: ranks on each node if returns take two levels, 1 if they take one.
     """
 
@@ -52,6 +53,7 @@ class TrafficShape:
     hidden_size: int = 0
     gather: str = "q"
     scatter: str = "heads"
+    query_cast: str = "all"
     query_share: float = 1.0
     node_ranks: int = 1
 
@@ -74,8 +76,9 @@ class TrafficShape:
             kv_heads: its key and value heads.
             head_width: d.
             dtype: of q, k and v.
-            query_cast: of `splitkv`.
+            query_cast: of `splitkv`; ``auto`` is resolved for ranks without nodes.
         """
+        query_cast = plan.resolve_cast(query_cast)
         ranks = range(plan.cp_size)
         attended = sum(plan.query_cast(rank, query_cast).blocks.size for rank in ranks)
         most = plan.num_blocks * (plan.cp_size - 1)
@@ -90,13 +93,14 @@ class TrafficShape:
             itemsize=dtype.itemsize,
             sum_itemsize=accumulator_dtype(dtype).itemsize,
             shards=shards,
+            query_cast=query_cast,
             query_share=(attended - plan.num_blocks) / most if most else 1.0,
         )
 
     @property
     def takes_two_levels(self) -> bool:
         """Whether partial results are added up inside nodes before they leave them."""
-        return 1 < self.node_ranks < self.cp_size and self.query_share == 1
+        return 1 < self.node_ranks < self.cp_size and self.query_cast == "all"
 
     def rows_of(self, rank: int) -> float:
         """Context rows of a rank, any integer modulo P."""
@@ -199,7 +203,7 @@ def _splitkv(s: TrafficShape, rank: int, published: bool) -> Volume:
     behind = s.scatter == "proj"
     returned = hidden if behind else query
     e, a = s.itemsize, s.sum_itemsize
-    cast = "all_gather" if s.query_share == 1 else "all_to_all_v"
+    cast = "all_gather" if s.query_cast == "all" else "all_to_all_v"
     if published:  # statistics by all-reduce, sums by reduce-scatter
         forward = [
             Move(s.gather, cast, gathered, e),
@@ -225,7 +229,7 @@ def _splitkv(s: TrafficShape, rank: int, published: bool) -> Volume:
     ]
     if not behind:
         backward.append(Move("lse_and_delta", cast, 2 * heads, a))
-    elif s.query_share == 1:
+    elif s.query_cast == "all":
         backward.append(Move("delta", "all_reduce_sum", 2 * heads, a))
     else:
         backward += [Move("delta", cast, heads, a), Move("delta_total", cast, heads, a)]
@@ -238,7 +242,7 @@ def _splitkv(s: TrafficShape, rank: int, published: bool) -> Volume:
 def _returned(s: TrafficShape, label: str, elements: float, itemsize: int) -> tuple[Move, ...]:
     """What goes to the owners of the rows, of which one level would send so many elements."""
     if not s.takes_two_levels:
-        op = "all_to_all" if s.query_share == 1 else "all_to_all_v"
+        op = "all_to_all" if s.query_cast == "all" else "all_to_all_v"
         return (Move(label, op, elements, itemsize),)
     per_rank, nodes = elements / (s.cp_size - 1), s.cp_size // s.node_ranks
     inside, between = nodes * (s.node_ranks - 1) * per_rank, (nodes - 1) * per_rank
