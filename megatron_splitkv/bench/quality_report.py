@@ -76,7 +76,7 @@ def print_quality(result: QualityBenchmark, console: Console | None = None) -> N
     texts = "all texts equal" if result.greedy_equal else "SOME TEXTS DIFFER FROM"
     console.print(
         "Tokens a draft step, the target's own included; in brackets 95 % bootstrap intervals over "
-        f"{shape.held_out} held-out samples, {shape.spoken} new tokens at each context; {texts} "
+        f"{shape.held_out} held-out samples, {shape.spoken} new tokens up to each context; {texts} "
         "plain greedy decoding. Each drafter was trained once: what another seed would change is "
         "in no interval.",
         style="dim" if result.greedy_equal else "bold red",
@@ -85,35 +85,33 @@ def print_quality(result: QualityBenchmark, console: Console | None = None) -> N
 
 
 def _table(result: QualityBenchmark, study: str, points: tuple[Point, ...]) -> Table:
-    shape, paper = result.shape, PAPER[study]
+    shape = result.shape
     table = Table(title=_TITLES[study], title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for heading in ("\nS", "\nQ", "cut\n%", "kept\n%", "all prompts\n[95 %]"):
+    for heading in ("\nS", "\nQ", "cut / kept\n%", "all prompts\n[95 %]"):
         table.add_column(heading, justify="right", no_wrap=True)
     for context in shape.contexts:
-        table.add_column(f"up to\n{context:,}", justify="right", no_wrap=True)
-    for name in paper.lengths:
-        table.add_column(f"paper\n{name.removeprefix('Qwen3.5-')}", justify="right", no_wrap=True)
+        table.add_column(f"at\n{context:,}", justify="right", no_wrap=True)
+    table.add_column("paper\n35B / 9B", justify="right", no_wrap=True)
     for point in points:
         cut = result.truncation(point.context)
         table.add_row(
             f"{point.context:,}",
             f"{shape.queries(point):,}",
-            f"{100 * cut['truncated']:.0f}",
-            f"{100 * cut['kept']:.0f}",
+            f"{100 * cut['truncated']:.0f} / {100 * cut['kept']:.0f}",
             _bracketed(result.accept_len(point)),
             *(f"{result.accept_len(point, context).estimate:.2f}" for context in shape.contexts),
-            *_paper_cells(result, study, point),
+            _paper_cell(result, study, point),
             style="bold" if point == shape.shared else None,
         )
     return table
 
 
-def _paper_cells(result: QualityBenchmark, study: str, point: Point) -> list[str]:
-    """The paper's points at the same ratio to its shared one."""
+def _paper_cell(result: QualityBenchmark, study: str, point: Point) -> str:
+    """The paper's point at the same ratio to its shared one, if it has one."""
     paper = PAPER[study]
     ratio = _scaled(result, study, point) / _scaled(result, study, result.shape.shared)
     at = [i for i, value in enumerate(paper.scaled) if value / paper.shared == ratio]
-    return [f"{lengths[at[0]]:.2f}" if at else "" for lengths in paper.lengths.values()]
+    return " / ".join(f"{lengths[at[0]]:.2f}" for lengths in paper.lengths.values()) if at else ""
 
 
 def _finding(result: QualityBenchmark, study: str) -> str:
@@ -121,9 +119,8 @@ def _finding(result: QualityBenchmark, study: str) -> str:
     steps = ", ".join(f"{gain.estimate:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]" for gain in gains)
     paper = []
     for name, lengths in PAPER[study].lengths.items():
-        span = 100 * (max(lengths) - min(lengths)) / min(lengths)
-        gained = ", ".join(f"{gain:+.2f}" for gain in np.diff(lengths))
-        paper.append(f"{name} {span:.1f} %: {gained}")
+        span = 100 * (max(lengths) / min(lengths) - 1)
+        paper.append(f"{span:.1f} % ({name}: {', '.join(f'{length:.2f}' for length in lengths)})")
     return (
         f"Largest over smallest: {100 * result.span(study):.1f} %; from row to row {steps}. "
         f"Paper: {'; '.join(paper)}."

@@ -36,10 +36,10 @@ class DominoConfig(DFlashConfig):
         for name in ("emb_dim", "gru_hidden_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if not 0 <= self.pure_draft_prefix_len <= self.num_proposals:
+        if not 0 <= self.pure_draft_prefix_len < self.num_proposals:
             raise ConfigError(
-                f"pure_draft_prefix_len is {self.pure_draft_prefix_len}, it must be between 0 and "
-                f"the {self.num_proposals} proposals of a block"
+                f"pure_draft_prefix_len is {self.pure_draft_prefix_len}, it must be at least 0 "
+                f"and below the {self.num_proposals} proposals of a block, or no slot is corrected"
             )
         if not 0 < self.base_loss_decay_ratio <= 1:
             raise ConfigError(

@@ -399,8 +399,8 @@ def test_the_papers_numbers():
 
 
 def test_report_and_picture(result, tmp_path):
-    def printed(of):
-        console = Console(file=StringIO(), width=140)
+    def printed(of, width=140):
+        console = Console(file=StringIO(), width=width)
         print_quality(of, console)
         return console.file.getvalue()
 
@@ -417,7 +417,10 @@ def test_report_and_picture(result, tmp_path):
     assert f"{shared.estimate:.2f} [{shared.low:.2f}, {shared.high:.2f}]" in text
     assert "all texts equal plain greedy decoding" in text.replace("\n", " ")
     rows = [line.split() for line in text.splitlines() if line.split()[:2] == ["8", "12"]]
-    assert rows[0][2:4] == ["100", "25"]  # all samples cut, a quarter of their tokens kept
+    assert rows[0][2:5] == ["100", "/", "25"]  # all samples cut, a quarter of their tokens kept
+    assert "6.08" in text  # the paper's point that has no counterpart here
+    assert max(map(len, printed(result, 80).splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed(result, 80)
     broken = replace(result, scores=result.scores | {TINY.shared: scores_of(TINY.shared, False)})
     assert "SOME TEXTS DIFFER" in printed(broken)
     draw_quality(result, tmp_path / "quality.png")

@@ -94,7 +94,7 @@ def test_proposals_and_trained_slots() -> None:
     ("change", "message"),
     [
         ({"emb_dim": 0}, "emb_dim is 0"),
-        ({"pure_draft_prefix_len": 5}, "must be between 0 and"),
+        ({"pure_draft_prefix_len": 5}, "must be at least 0 and below the"),
         ({"base_loss_decay_ratio": 0.0}, "base_loss_decay_ratio is 0.0"),
     ],
 )

@@ -132,6 +132,7 @@ def test_collation_and_back_keeps_the_plan_bitwise(store: FeatureStore) -> None:
         "context_positions",
         "block_tokens",
         "block_positions",
+        "block_real_tokens",
         "block_labels",
         "block_label_mask",
         "block_keep_mask",

@@ -168,7 +168,8 @@ def _train(folder: Path, wrong: tuple[int, int] | None) -> tuple[int, str, list[
 
     from megatron_splitkv.train.forward_step import ForwardStep
 
-    step, drafter = ForwardStep(_Timers()), _Drafter()  # type: ignore[arg-type]
+    step = ForwardStep(_Timers(), lambda: 0.0)  # type: ignore[arg-type]
+    drafter = _Drafter()
     iterator = RerunDataIterator(_items(folder, wrong))
     message, sent, logged = "", [], []
     try:
