@@ -26,7 +26,7 @@ class VocabularyMatrix(torch.nn.Module):
 
     Its gradient is complete on its rank but for the sum over data and context parallelism. A
     checkpoint holds the whole matrix, whatever the sizes of its shards. Where these differ, so do
-    the lengths of the ranks' gradient buffers: a ring may then sum a replicated parameter's gradient
+    the lengths of the ranks' gradient buffers, and a ring may sum a replicated parameter's gradient
     in another order on each, one rounding apart. Published vocabularies divide evenly.
 
     Args:

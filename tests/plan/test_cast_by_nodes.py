@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_splitkv.attention.layer_shape import LayerShape, Load
+from megatron_splitkv.attention.strategies.volumes import volume
 from megatron_splitkv.plan import build_plan
 from tests.plan.layouts import layout_of
 
@@ -63,3 +64,5 @@ def test_a_group_cast_to_everybody_is_still_one():
     shape = LayerShape(0, 0, 2, 4, 2, 8, 32, 2).with_plan(plan, "group", 1)
     traffic = shape.traffic("q", "heads")
     assert (traffic.query_cast, traffic.query_share) == ("group", 1.0)
+    moved = volume("splitkv", traffic)
+    assert {m.op for m in (*moved.forward.moves, *moved.backward.moves)} == {"all_to_all_v"}

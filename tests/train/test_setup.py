@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_splitkv.comm.links import PRESETS
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.cpu import cpu_mode
 from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
+from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.train.arguments import splitkv_options
+from megatron_splitkv.train.dataset import split_batch
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder
+from megatron_splitkv.train.providers import DatasetsProvider
 from megatron_splitkv.train.setup import TrainingSetup, prepare_training
-from megatron_splitkv.train.strategy_choice import plan_cost_of
+from megatron_splitkv.train.strategy_choice import layer_shape, plan_cost_of
 from tests.train.launches import TINY_DRAFTER, make_store
 from tests.train.test_resume import write_checkpoint
 
@@ -198,6 +202,39 @@ def test_what_the_user_fixed_stays_and_links_decide_the_rest(
     assert "with plan lpt" in line
     assert "over links odd; next best: " in line
     assert plan_cost_of(setup.args).row_seconds == 4 * (4 * 8 * 4 + 12) / 10.0
+
+
+@pytest.mark.parametrize(("option", "near"), [((), 2), (("--splitkv-ranks-per-node", "1"), 1)])
+def test_estimates_have_the_nodes_of_the_launch(
+    monkeypatch: pytest.MonkeyPatch, store: Path, option: tuple[str, ...], near: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks = ("--context-parallel-size", "4", "--links", "nvlink-400g")  # nodes of 8 there
+    args = _prepare(monkeypatch, store, *ranks, *option).args
+    links = splitkv_options(args).links
+    assert links is not None
+    assert links.ranks_per_node == 2
+    assert layer_shape(args).node_ranks == near
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"), [("all_gather", "mirrored"), ("splitkv", "contiguous")]
+)
+def test_who_owns_which_blocks_follows_the_strategy(
+    monkeypatch: pytest.MonkeyPatch, store: Path, strategy: str, order: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = ("--context-parallel-size", "2", "--cp-comm-type", strategy)
+    setup = _prepare(monkeypatch, store, *ranks)
+    for name, value in (("rank", 0), ("world_size", 2)):
+        monkeypatch.setattr(
+            parallel_state, f"get_context_parallel_{name}", lambda value=value: value
+        )
+    train, _, _ = DatasetsProvider(setup)((4, 0, 0))
+    assert train.recipe.block_order == order
+    plan = ContextPlan.from_arrays(split_batch({k: v[None] for k, v in train[0].items()})[1])
+    assert plan.block_order == order
 
 
 def test_without_auto_nothing_is_chosen(
