@@ -103,10 +103,13 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--limit", args.limit), ("--batch-size", args.batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} is {value}, it must be at least 1")
-    if args.seed < 0:
-        raise ConfigError(f"--seed {args.seed} must not be negative")
+    if not 0 <= args.seed < 1 << 64:
+        raise ConfigError(f"--seed {args.seed} must be at least 0 and less than 2^64")
     if args.overwrite and not args.output:
         raise ConfigError("--overwrite is about --output, which is not given")
+    for option, file in (("--output", args.output), ("--plot", args.plot)):
+        if file and Path(file).is_dir():
+            raise ConfigError(f"{option} {file} is a directory; name a file")
     for file in filter(None, (args.output, args.plot)):
         Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)  # fails before the work
     if args.device.split(":")[0] not in ("cpu", "cuda"):
@@ -168,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 def _template_options(text: str | None) -> dict[str, Any]:
     try:
         options: Any = json.loads(text or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         options = None
     if not isinstance(options, dict):
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Real text: the Python standard library on this machine, and files that a user names."""
 
 import json
+import re
 import sysconfig
 import zlib
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from megatron_splitkv.config import ConfigError
 
 _HELD_OUT_ONE_IN = 32
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # Tables of numbers and generated pages: not the text that a target should learn from.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "encodings", "pydoc_data"})
 
@@ -79,7 +81,8 @@ def read_samples(paths: Sequence[str | Path]) -> list[str | Conversation]:
         if path.suffix == ".jsonl":
             samples += [
                 _parse_line(path, number, line)
-                for number, line in enumerate(text.splitlines(), start=1)
+                # Not splitlines(): a JSON text may hold other line separators, such as U+2028.
+                for number, line in enumerate(text.split("\n"), start=1)
                 if line.strip()
             ]
         elif text.strip():
@@ -93,16 +96,31 @@ def _parse_line(path: Path, number: int, line: str) -> str | Conversation:
     try:
         sample = json.loads(line)
         if "text" in sample:
-            return str(sample["text"])
+            return _encodable(sample["text"])
         messages = sample["conversations"] if "conversations" in sample else sample["messages"]
         return Conversation(
-            tuple({"role": str(m["role"]), "content": str(m["content"])} for m in messages)
+            tuple(
+                {"role": _encodable(m["role"]), "content": _encodable(m["content"])}
+                for m in messages
+            )
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path} line {number} is broken ({error!r}); a line is a JSON object with 'text' or "
             "'conversations'"
         ) from error
+
+
+def _encodable(value: object) -> str:
+    text = str(value)
+    if has_lone_surrogate(text):
+        raise ValueError("half of a surrogate pair is no text")
+    return text
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Does a text hold half of a surrogate pair? JSON can write it, no tokenizer reads it."""
+    return _SURROGATE.search(text) is not None
 
 
 def files_as_text(paths: Sequence[str | Path]) -> list[TextFile]:

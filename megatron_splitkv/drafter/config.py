@@ -15,6 +15,8 @@ from megatron_splitkv.data.meta import (
     check_target_layer_ids,
 )
 from megatron_splitkv.drafter.presets import PRESETS
+from megatron_splitkv.plan.band import check_window
+from megatron_splitkv.plan.checks import check_int
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -98,17 +100,7 @@ class DFlashConfig:
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
         layer_types = tuple(self.layer_types) or (FULL_ATTENTION,) * self.num_layers
         object.__setattr__(self, "layer_types", layer_types)
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be positive")
-        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
-            raise ConfigError(
-                f"final_logit_softcapping is {self.final_logit_softcapping}, it must be positive; "
-                "leave it out if the target has none"
-            )
+        self._check_numbers()
         self._check_layer_types()
         self._check_loss()
         if self.block_size < 2:
@@ -136,6 +128,26 @@ class DFlashConfig:
                 pad_token_id=self.pad_token_id,
             )
         )
+        for name in ("block_size", "mask_token_id"):
+            check_int(name, getattr(self, name), 0)
+        for name in ("target_layer_ids", "eos_token_ids"):
+            for value in getattr(self, name):
+                check_int(name, value, 0)
+
+    def _check_numbers(self) -> None:
+        for name in _SIZES:
+            check_int(name, getattr(self, name), 1)
+        for name in _POSITIVE:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, it must be positive and finite"
+                )
+        cap = self.final_logit_softcapping
+        if cap is not None and not 0 < cap < math.inf:
+            raise ConfigError(
+                f"final_logit_softcapping is {cap}, it must be positive and finite; leave it out "
+                "if the target has none"
+            )
 
     def _check_layer_types(self) -> None:
         if len(self.layer_types) != self.num_layers:
@@ -151,7 +163,9 @@ class DFlashConfig:
                 f"layers with sliding attention need a sliding_window of at least 1, it is "
                 f"{self.sliding_window}"
             )
-        if not slides and self.sliding_window is not None:
+        if slides:
+            check_window(self.sliding_window)
+        elif self.sliding_window is not None:
             raise ConfigError(
                 f"sliding_window is {self.sliding_window}, but no layer slides; name the layers "
                 f"that do in layer_types ({SLIDING_ATTENTION})"

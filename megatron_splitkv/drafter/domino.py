@@ -73,6 +73,7 @@ class DominoModel(DFlashModel):
                 ``base_accept_len``, what the backbone alone would reach.
         """
         domino = self.dflash
+        hidden = hidden.masked_fill((weights == 0)[:, None], 0.0)  # whatever they hold
         base_weight = base_loss_weight(self.training_progress, domino.base_loss_decay_ratio)
         found = chunked_domino_loss(
             hidden,

@@ -68,6 +68,7 @@ class DSparkModel(DFlashModel):
                 what speculative sampling would reach.
         """
         dspark = self.dflash
+        hidden = hidden.masked_fill((weights == 0)[:, None], 0.0)  # whatever they hold
         embedded = self.markov_head.embed(batch["block_real_tokens"])
         found = chunked_dspark_loss(
             hidden,

@@ -1,5 +1,6 @@
 """What a DSpark drafter is: DFlash's backbone, a Markov head over tokens, a confidence head."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,8 +41,10 @@ class DSparkConfig(DFlashConfig):
         if self.markov_rank < 1:
             raise ConfigError(f"markov_rank is {self.markov_rank}, it must be at least 1")
         for name in ("ce_weight", "l1_weight", "confidence_weight"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, it must be finite and not negative"
+                )
 
     @property
     def label_shift(self) -> int:

@@ -164,7 +164,7 @@ def compare_with_greedy(
     if len(new_tokens) > 1:
         logits, _ = target.forward([new_tokens[:-1]])
         choices = torch.cat([choices, logits[0]])
-    chosen = choices.gather(1, torch.tensor(new_tokens, device=logits.device)[:, None])
+    chosen = choices.gather(1, torch.tensor(new_tokens, device=choices.device)[:, None])
     behind = (choices.amax(dim=1, keepdim=True) - chosen)[:, 0]
     mismatches = (behind > near_tie_gap).nonzero()
     if len(mismatches):

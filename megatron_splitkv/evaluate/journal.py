@@ -15,7 +15,24 @@ from typing import Any, Self
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.evaluate.greedy import Comparison
 from megatron_splitkv.evaluate.prompts import EvaluationPrompt
+from megatron_splitkv.evaluate.result import METHODS
 from megatron_splitkv.evaluate.speculative import DraftStep
+
+# What a model is made of. Other files of its folder do not change it, and may be our own: a
+# report and its journal are often written beside the drafter.
+_MODEL_FILES = (
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class PromptOutcome:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_json`."""
-        steps = {m: [DraftStep(*step) for step in text] for m, text in values["steps"].items()}
+        steps = {m: [DraftStep(*step) for step in values["steps"][m]] for m in METHODS}
         return cls(steps, Comparison(**values["comparison"]))
 
 
@@ -84,13 +101,13 @@ class Journal:
         os.replace(aside, self.path)
 
     def _go_on(self, inputs: dict[str, Any]) -> None:
-        text = self.path.read_text()
-        whole = text[: text.rfind("\n") + 1]
         try:
+            text = self.path.read_text()
+            whole = text[: text.rfind("\n") + 1]
             header, *lines = map(json.loads, whole.splitlines())
-            known = header["inputs"]
+            known = dict(header["inputs"])
             self.finished = {line["prompt"]: PromptOutcome.from_json(line) for line in lines}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.path} is no unfinished evaluation; move it away, or start anew with "
                 "--overwrite"
@@ -113,9 +130,10 @@ def evaluation_inputs(
     target: str | os.PathLike[str],
     prompts: Sequence[EvaluationPrompt],
 ) -> dict[str, Any]:
-    """What tells one evaluation from another: the folders' files and the prompts.
+    """What tells one evaluation from another: the models' files and the prompts.
 
-    Files count by name, size and time of their last change: weights may be too many to read.
+    Configuration, weights and tokenizer count by name, size and time of their last change: weights
+    may be too many to read.
 
     Args:
         drafter: the exported folder.
@@ -130,7 +148,8 @@ def evaluation_inputs(
 
 
 def _files_digest(folder: Path) -> str:
-    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    found = {file for pattern in _MODEL_FILES for file in folder.glob(pattern) if file.is_file()}
+    files = [(file.name, file.stat()) for file in sorted(found)]
     return _digest(*((name, stat.st_size, stat.st_mtime_ns) for name, stat in files))
 
 

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.text import has_lone_surrogate
 
 _IDS = ("id", "task_id", "question_id", "unique_id", "prompt_id")
 _FIELDS = (
@@ -114,6 +115,8 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{where} must be a text that is not empty")
+    if has_lone_surrogate(value):
+        raise ConfigError(f"{where} holds half of a surrogate pair, which is no text; mend it")
     return value
 
 

@@ -134,7 +134,8 @@ def read_prompts(
 
 def _read_lines(path: str | os.PathLike[str], limit: int | None) -> Sequence[tuple[str, Prompt]]:
     try:
-        lines = Path(path).read_text().splitlines()
+        # Not splitlines(): a JSON text may hold other line separators, such as U+2028.
+        lines = Path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts {path} cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -145,7 +146,9 @@ def _read_lines(path: str | os.PathLike[str], limit: int | None) -> Sequence[tup
         where = f"{path}, line {number}"
         try:
             values = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ConfigError(f"{where} is no JSON: {error}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{where} is nested too deeply; remove the line") from error
         found.append(read_record(values, where, default_id=str(number)))
     return found

@@ -47,6 +47,11 @@ def check_prompts(prompts: Sequence[EvaluationPrompt], target: Any, max_new_toke
         raise ConfigError("there is no prompt to continue")
     rows = target.get_input_embeddings().weight.shape[0]
     longest = target.config.get_text_config().max_position_embeddings
+    if max_new_tokens >= longest:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt in the "
+            f"target's {longest} positions; take a smaller --max-new-tokens"
+        )
     for prompt in prompts:
         if not prompt.token_ids:
             raise ConfigError(f"prompt {prompt.id!r} has no token")

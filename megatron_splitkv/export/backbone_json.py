@@ -138,8 +138,10 @@ def _layers(values: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
     window = values.get("sliding_window") if values.get("use_sliding_window") else None
     types = values.get("layer_types")
     if types is None:
-        layers = int(required(values, "num_hidden_layers"))
-        first = layers if window is None else values.get("max_window_layers", 28)
+        layers = required(values, "num_hidden_layers")
+        first = layers
+        if window is not None:
+            first = required({"max_window_layers": 28, **values}, "max_window_layers")
         types = [SLIDING_ATTENTION if i >= first else FULL_ATTENTION for i in range(layers)]
     slides = SLIDING_ATTENTION in types
     causal = values.get("is_causal")
@@ -154,20 +156,23 @@ def _layers(values: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
 
 
 def _rope_theta(values: Mapping[str, Any]) -> float:
-    nested = values.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in nested.values()):
-        raise ConfigError("rope_parameters by layer type are not supported, only one for all")
-    scaling = nested or values.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rotary embedding {kind!r} is not supported, only the unscaled one")
-    refuse_other_values(nested, {"partial_rotary_factor": (1,)})
-    inner, outer = nested.get("rope_theta"), values.get("rope_theta")
-    if inner is not None and outer is not None and float(inner) != float(outer):
-        raise ConfigError(
-            f"rope_theta is {outer}, in rope_parameters it is {inner}; make them the same"
-        )
-    theta = outer if inner is None else inner
+    theta = values.get("rope_theta")
+    # Releases of transformers differ in which of the two they read.
+    for name in ("rope_parameters", "rope_scaling"):
+        nested = values.get(name) or {}
+        if any(isinstance(value, Mapping) for value in nested.values()):
+            raise ConfigError(f"{name} by layer type are not supported, only one for all")
+        for key in ("rope_type", "type"):
+            if nested.get(key, "default") != "default":
+                raise ConfigError(
+                    f"rotary embedding {nested[key]!r} is not supported, only the unscaled one; "
+                    f"it is in {name}"
+                )
+        refuse_other_values(nested, {"partial_rotary_factor": (1,), "factor": (1,)})
+        inner = nested.get("rope_theta")
+        if None not in (inner, theta) and inner != theta:
+            raise ConfigError(f"rope_theta is {theta}, in {name} it is {inner}; make them the same")
+        theta = inner if theta is None else theta
     if theta is None:
         raise ConfigError("config.json of the drafter lacks 'rope_theta'")
     return float(theta)

@@ -30,6 +30,7 @@ from megatron_splitkv.export.backbone_json import (
     refuse_other_values,
     required,
 )
+from megatron_splitkv.export.json_input import check_types
 
 ARCHITECTURE = "DFlashDraftModel"
 DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
@@ -40,7 +41,7 @@ _KIND_OF_ARCHITECTURE = {
     "DSparkDraftModel": "dspark",
 }
 _KIND_OF_PROJECTOR = {None: "dflash", "dflash": "dflash", "domino": "domino", "dspark": "dspark"}
-# Where the kinds' own keys may lie besides the top level, what is read first last.
+# Where the kinds' own keys may lie besides the top level.
 _NESTED = ("dspark_config", "dflash_config")
 _DSPARK_HEADS = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 # DeepSpec's model asks for it; it is of its training and changes nothing in drafting.
@@ -139,6 +140,7 @@ def from_config_json(values: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         ConfigError: a key is missing, or the drafter is of a kind that is not supported.
     """
+    check_types(values)
     both = dict(values)
     for name in _NESTED:
         nested = values.get(name) or {}
@@ -147,6 +149,11 @@ def from_config_json(values: Mapping[str, Any]) -> DFlashConfig:
                 raise ConfigError(
                     f"a drafter with {name}.{key} {value!r} is not supported: no kind of drafter "
                     "here has this key"
+                )
+            # Engines differ in which of them they read.
+            if key in _READ and None not in (value, both.get(key)) and value != both[key]:
+                raise ConfigError(
+                    f"{key} is {both[key]}, in {name} it is {value}; make them the same"
                 )
         both |= {key: value for key, value in nested.items() if value is not None}
     kind = _kind(both)

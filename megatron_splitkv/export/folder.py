@@ -15,6 +15,7 @@ from megatron_splitkv.config import ConfigError, require_choice
 from megatron_splitkv.drafter.config import DFlashConfig
 from megatron_splitkv.export.backbone_json import dtype_name
 from megatron_splitkv.export.config_json import from_config_json, to_config_json
+from megatron_splitkv.export.json_input import read_object
 from megatron_splitkv.export.safetensors_files import (
     WEIGHTS_FILE,
     read_tensors,
@@ -43,9 +44,11 @@ def write_drafter(
 ) -> None:
     """Write a drafter in a public layout, aside first and then renamed into place.
 
+    An existing folder, or the one that a link leads to, stays and gets the new files.
+
     Args:
         folder: where; an exported drafter that lies there is replaced.
-        tensors: from `zlab.to_zlab`, all of one dtype.
+        tensors: from `zlab.to_zlab`, all of one dtype; views are copied.
         config: the drafter.
         layout: one of `LAYOUTS`; tensors have the same names in both.
         target: folder or name of the model that it drafts for, for the notes and for the
@@ -56,8 +59,10 @@ def write_drafter(
             memory or differ in dtype, or the layout does not know the kind of drafter.
     """
     require_choice("layout", layout, LAYOUTS)
-    path = Path(folder)
-    if path.exists() and not _is_replaceable(path):
+    if not os.fspath(folder):
+        raise ConfigError("output is empty; name the folder to write")
+    path = Path(os.path.realpath(folder))
+    if os.path.lexists(path) and not _is_replaceable(path):
         raise ConfigError(f"output {path} exists and is no exported drafter; choose a new folder")
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) != 1:
@@ -69,20 +74,24 @@ def write_drafter(
         values = to_config_json(config, dtypes.pop())
     else:
         values = to_speculators_json(config, dtypes.pop(), target=target)
-    aside, old = (path.with_name(f".{path.name}.{word}") for word in ("partial", "old"))
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    aside = path.with_name(f".{path.name}.partial")
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink(missing_ok=True)
     aside.mkdir(parents=True)
-    # Readers of safetensors look for the framework here.
-    save_file(dict(tensors), aside / WEIGHTS_FILE, metadata={"format": "pt"})
-    (aside / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
-    (aside / SERVING_FILE).write_text(serving_notes(config, layout, target))
-    # The library's writer shuts out other users, a server's among them.
-    (aside / WEIGHTS_FILE).chmod((aside / CONFIG_FILE).stat().st_mode)
-    if path.exists():
-        path.rename(old)
-    aside.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        # The library takes neither strided nor overlapping views.
+        own = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+        # Readers of safetensors look for the framework here.
+        save_file(own, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        (aside / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
+        (aside / SERVING_FILE).write_text(serving_notes(config, layout, target))
+        # The library's writer shuts out other users, a server's among them.
+        (aside / WEIGHTS_FILE).chmod((aside / CONFIG_FILE).stat().st_mode)
+        _move(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_drafter(
@@ -108,6 +117,12 @@ def read_drafter(
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"drafter {path} cannot be read: {error}; export it again") from error
     check_tensors(tensors, zlab_shapes(config), f"drafter {path}")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ConfigError(
+                f"drafter {path} has {name} of {dtype_name(tensor.dtype)}: quantized drafters are "
+                "not supported"
+            )
     values = read_values(path)
     declared = values.get("dtype", values.get("torch_dtype"))
     found = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
@@ -139,6 +154,8 @@ def read_config(
         return from_config_json(values)
     except ConfigError as error:
         raise ConfigError(f"drafter {folder}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"drafter {folder}: its config.json is nested too deeply") from None
 
 
 def read_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -148,16 +165,33 @@ def read_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: there is none that can be read.
     """
     try:
-        values = json.loads((Path(folder) / CONFIG_FILE).read_text())
+        return read_object(Path(folder) / CONFIG_FILE)
     except (OSError, ValueError) as error:
         raise ConfigError(f"drafter {folder} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"drafter {folder} cannot be read: its config.json is no JSON object")
-    return values
 
 
 def _is_replaceable(path: Path) -> bool:
-    return path.is_dir() and {p.name for p in path.iterdir()} <= _OURS
+    return path.is_dir() and all(p.name in _OURS and not p.is_dir() for p in path.iterdir())
+
+
+def _move(aside: Path, path: Path) -> None:
+    """Put what was written in its place; nobody reads a mixture of two drafters.
+
+    A folder that exists is not replaced: a link, or the shell that asked, may be at it.
+    """
+    if not path.exists():
+        aside.rename(path)
+        return
+    old = path.with_name(f".{path.name}.old")
+    old.mkdir(exist_ok=True)
+    # Without its configuration a folder is no drafter: it goes first and comes last. Until then
+    # what was there lies beside.
+    for name in (CONFIG_FILE, WEIGHTS_FILE, SERVING_FILE):
+        if (path / name).exists():
+            (path / name).replace(old / name)
+    for name in (WEIGHTS_FILE, SERVING_FILE, CONFIG_FILE):
+        (aside / name).replace(path / name)
+    shutil.rmtree(old)
 
 
 def _refuse_ties(tensors: Mapping[str, torch.Tensor]) -> None:

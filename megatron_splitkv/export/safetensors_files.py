@@ -1,6 +1,5 @@
 """The tensors of a public checkpoint: one safetensors file, or several with an index."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from safetensors import safe_open
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter.config import DFlashConfig
+from megatron_splitkv.export.json_input import read_object
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,7 +28,8 @@ def read_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str
         names: which ones, as far as they are there; all if None.
 
     Raises:
-        ConfigError: the index is malformed, or does not say what its files hold.
+        ConfigError: the index has no map, or does not say what its files hold.
+        ValueError: the index is no JSON object.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(folder):
@@ -44,7 +45,7 @@ def _files(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
         return [WEIGHTS_FILE]
-    places = json.loads(index.read_text()).get("weight_map")
+    places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise ConfigError(f"{INDEX_FILE} has no weight_map of names and files")
     files = sorted(set(places.values()))

@@ -9,6 +9,7 @@ Source: vllm-project/vllm, `docs/features/speculative_decoding/README.md` and `d
 """
 
 import json
+import shlex
 
 from megatron_splitkv.drafter.config import SLIDING_ATTENTION, DFlashConfig
 
@@ -70,14 +71,17 @@ def _vllm(config: DFlashConfig, target: str) -> list[str]:
         "model": _DRAFTER,
         "num_speculative_tokens": config.num_proposals,
     }
-    return [f"vllm serve {target} \\", f"  --speculative-config '{json.dumps(speculative)}'"]
+    return [
+        f"vllm serve {shlex.quote(target)} \\",
+        f"  --speculative-config '{json.dumps(speculative)}'",
+    ]
 
 
 def _sglang(config: DFlashConfig, target: str) -> list[str]:
     algorithm = "DSPARK" if config.kind == "dspark" else "DFLASH"
     lines = [
         "python -m sglang.launch_server \\",
-        f"  --model-path {target} \\",
+        f"  --model-path {shlex.quote(target)} \\",
         f"  --speculative-algorithm {algorithm} \\",
         f"  --speculative-draft-model-path {_DRAFTER}",
     ]

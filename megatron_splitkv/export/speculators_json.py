@@ -10,7 +10,6 @@ Source: vllm-project/speculators 0.9.0, `models/dflash/config.py`, `models/dspar
 `convert/dflash/converter.py`, `config.py`, `proposals/greedy.py`.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megatron_splitkv.export.backbone_json import (
     refuse_other_values,
     required,
 )
+from megatron_splitkv.export.json_input import check_types, read_object
 
 KIND_KEY = "speculators_model_type"
 _VERSION = "0.9.0"
@@ -115,6 +115,7 @@ def from_speculators_json(
     Raises:
         ConfigError: a key is missing, or the drafter is of a kind that is not supported.
     """
+    check_types(values)
     kind = values.get(KIND_KEY)
     if kind not in _ARCHITECTURES:
         raise ConfigError(
@@ -180,20 +181,19 @@ def _num_target_layers(values: Mapping[str, Any], otherwise: int | None) -> int:
     if found is None:
         verifier = (values.get("speculators_config") or {}).get("verifier") or {}
         target = _config_of(verifier.get("name_or_path"))
-        found = (target.get("text_config") or target).get("num_hidden_layers", otherwise)
-    if found is None:
+        text = target.get("text_config")
+        found = (text if isinstance(text, dict) else target).get("num_hidden_layers", otherwise)
+    if not isinstance(found, int):
         raise ConfigError(
             "config.json of the drafter does not say how many layers its target has, and names no "
             "target that is here; add num_target_layers to it"
         )
-    return int(found)
+    return found
 
 
 def _config_of(target: str | None) -> dict[str, Any]:
     """The target's configuration, empty where it is not in a folder here."""
-    file = Path(target or "") / "config.json"
     try:
-        found = json.loads(file.read_text()) if target else {}
+        return read_object(Path(target) / "config.json") if target else {}
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

@@ -151,6 +151,11 @@ def complete_drafter_arguments(args: argparse.Namespace) -> None:
                     f"--{name.replace('_', '-')} is of {other.kind} drafters, --drafter is "
                     f"{args.drafter}; drop one"
                 )
+    if args.loss_weights == "dpace" and args.loss_decay_gamma is not None:
+        raise ConfigError(
+            "--loss-weights dpace has no --loss-decay-gamma: slots weigh what they can still earn; "
+            "drop one"
+        )
     for name in ("block_size", "loss_decay_gamma"):
         if getattr(args, name) is None:
             setattr(args, name, _default(kind, name))

@@ -17,7 +17,16 @@ from megatron_splitkv.drafter.kinds import config_from_json
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 # They may change between the runs of one drafter.
 _FREE_TO_CHANGE = frozenset(
-    {"loss_decay_gamma", "loss_weights", "distillation_weight", "max_position_embeddings"}
+    {
+        "loss_decay_gamma",
+        "loss_weights",
+        "distillation_weight",
+        "base_loss_decay_ratio",
+        "ce_weight",
+        "l1_weight",
+        "confidence_weight",
+        "max_position_embeddings",
+    }
 )
 
 

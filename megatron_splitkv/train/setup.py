@@ -73,6 +73,7 @@ def prepare_training() -> TrainingSetup:
     # Megatron demands it where kernels of several streams must start in order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "WORLD_SIZE" not in os.environ:  # no launcher: one process is the whole job
+        os.environ.setdefault("RANK", "0")  # or Megatron wonders aloud which rank this is
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "0")
     parsers: list[argparse.ArgumentParser] = []

@@ -48,7 +48,30 @@ def test_samples_of_plain_text_and_json_lines(tmp_path: Path) -> None:
     assert isinstance(samples[3], Conversation)
 
 
-@pytest.mark.parametrize("broken", ['{"text": ', "[1]", '{"other": 1}', '{"messages": [1]}', "3"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_json_lines_end_at_newlines_only(tmp_path: Path, end: str) -> None:
+    file = tmp_path / "x.jsonl"
+    text = "a\u2028b\u2029c\u0085d"
+    file.write_text(end.join(['{"text": "' + text + '"}', '{"text": "e"}', "oops"]), newline="")
+    with pytest.raises(ConfigError, match=r"x\.jsonl line 3 is broken"):
+        read_samples([file])
+    file.write_text(end.join(['{"text": "' + text + '"}', "", '{"text": "e"}', ""]), newline="")
+    assert read_samples([file]) == [text, "e"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"text": ',
+        "[1]",
+        '{"other": 1}',
+        '{"messages": [1]}',
+        "3",
+        r'{"text": "a\ud800b"}',
+        r'{"messages": [{"role": "user", "content": "\udc00"}]}',
+        "[" * 5000 + "]" * 5000,
+    ],
+)
 def test_broken_line_is_named_by_its_number(tmp_path: Path, broken: str) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "fine"}\n\n' + broken + "\n")

@@ -118,7 +118,7 @@ def test_other_json_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"block_size": 1}, "block_size is 1, it must be at least 2"),
         ({"head_dim": 7}, "head_dim is 7"),
-        ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_layers": 0}, "num_layers 0"),
         ({"loss_decay_gamma": 0.0}, "loss_decay_gamma is 0.0, it must be positive"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"layer_types": ("full_attention",)}, "layer_types names 1 layers, the drafter has 2"),

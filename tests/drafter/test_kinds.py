@@ -83,6 +83,14 @@ def test_layers_that_slide() -> None:
         ({"layer_types": ("sliding_attention",) * 2}, "need a sliding_window of at least 1"),
         ({"input_embedding_scale": 0.0}, "input_embedding_scale is 0.0"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ({"final_logit_softcapping": float("inf")}, "must be positive and finite"),
+        ({"input_embedding_scale": float("inf")}, "must be positive and finite"),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 1.5}, "window 1.5 must"),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 2**63}, "at most 2"),
+        ({"block_size": 4.5}, "block_size 4.5 must be at least 0, and an int"),
+        ({"hidden_size": 32.0}, "hidden_size 32.0 must be at least 1, and an int"),
+        ({"mask_token_id": 60.0}, "mask_token_id 60.0"),
+        ({"target_layer_ids": (1.0,)}, "target_layer_ids 1.0"),
     ):
         with pytest.raises(ConfigError, match=said):
             replace(TINY, **change)
@@ -98,6 +106,7 @@ def test_layers_that_slide() -> None:
         (DSPARK, {"markov_rank": 0}),
         (DSPARK, {"markov_head_type": "gru"}),
         (DSPARK, {"l1_weight": -0.1}),
+        (DSPARK, {"ce_weight": float("inf")}),
     ],
 )
 def test_impossible_heads_are_named(config: DFlashConfig, change: dict[str, float]) -> None:

@@ -185,6 +185,11 @@ def test_prompts_that_do_not_fit_are_refused() -> None:
             evaluate_drafter(trained(), tiny_target(), numbered([tokens]))
     with pytest.raises(ConfigError, match="at least 2"):
         evaluate_drafter(trained(), tiny_target(), numbered(prompts(1)), max_new_tokens=1)
+    for tokens in (512, 100_000_000_000):
+        with pytest.raises(ConfigError, match=f"{tokens}, which leaves no room for a prompt"):
+            evaluate_drafter(trained(), tiny_target(), numbered([[3]]), max_new_tokens=tokens)
+    with pytest.raises(ConfigError, match=r"truncate the prompts to 1 tokens"):
+        evaluate_drafter(trained(), tiny_target(), numbered([[3, 3]]), max_new_tokens=511)
     with pytest.raises(ConfigError, match="no prompt"):
         evaluate_drafter(trained(), tiny_target(), [])
 
@@ -225,7 +230,7 @@ def test_command_goes_on_after_a_kill(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    output = tmp_path / "report.json"
+    output = tmp_path / "drafter/report.json"  # beside the weights, which stay what they are
     command = [*folders, "--output", str(output)]
     with monkeypatch.context() as patch:
         patch.setattr("megatron_splitkv.evaluate.write_report", None)  # dies at the end
@@ -238,7 +243,7 @@ def test_command_goes_on_after_a_kill(
     assert main([*command, "--batch-size", "1"]) == 0
     assert "Going on after 3 of 3 prompts" in capsys.readouterr().out
     assert json.loads(output.read_text())["resumed_prompts"] == 3
-    assert not list(tmp_path.glob("*.unfinished"))
+    assert not list(output.parent.glob("*.unfinished"))
 
 
 def test_command_prints_json(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +262,12 @@ def test_command_prints_json(folders: list[str], capsys: pytest.CaptureFixture[s
         ("--limit", "0", "--limit is 0"),
         ("--batch-size", "0", "--batch-size is 0"),
         ("--max-prompt-tokens", "0", "allow at least 1"),
+        ("--seed", str(2**64), "--seed 18446744073709551616 must be at least 0 and less than 2^64"),
+        ("--seed", "-1", "--seed -1 must be at least 0"),
+        ("--output", ".", "--output . is a directory; name a file"),
+        ("--plot", ".", "--plot . is a directory; name a file"),
         ("--chat-template-options", "{x", "--chat-template-options {x is no JSON object"),
+        ("--chat-template-options", "[" * 5000 + "]" * 5000, "is no JSON object"),
     ],
 )
 def test_command_refuses_bad_input_in_one_line(

@@ -93,6 +93,14 @@ def test_after_a_near_tie_the_text_is_held_against_its_own_continuation() -> Non
     assert found.gap == pytest.approx(5.0)
 
 
+def test_a_near_tie_in_a_text_of_one_token() -> None:
+    target: Any = Wavering(position=1, gap=5e-5)
+    greedy = GreedyText([1, 2], [3], [5e-5], torch.empty(2, 1))
+    found = compare_with_greedy([4], greedy, target)
+    assert found.equal
+    assert found.near_ties == 1
+
+
 def test_equal_and_truncated_texts() -> None:
     assert compare([3, 4, 5, 6, 7], gap=5e-5).near_ties == 0
     found = compare([3, 4, 5], gap=1.0)

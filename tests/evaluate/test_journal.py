@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.evaluate import DraftModel, Journal, evaluate_drafter, evaluation
+from megatron_splitkv.evaluate import (
+    DraftModel,
+    Journal,
+    evaluate_drafter,
+    evaluation,
+    evaluation_inputs,
+)
 from megatron_splitkv.evaluate.greedy import Comparison
 from megatron_splitkv.evaluate.journal import PromptOutcome
 from megatron_splitkv.evaluate.prompts import EvaluationPrompt
@@ -17,7 +23,12 @@ from tests.evaluate.models import DRAFTER, prompts, random_zlab_tensors, tiny_ta
 
 INPUTS = {"prompts": "abc", "max_new_tokens": 8}
 OUTCOME = PromptOutcome(
-    {"trained": [DraftStep(5, 2, 3), DraftStep(1, 1, 1)], "ngram": []},
+    {
+        "trained": [DraftStep(5, 2, 3), DraftStep(1, 1, 1)],
+        "untrained": [DraftStep(5, 0, 1)],
+        "no_context": [DraftStep(5, 1, 2)],
+        "ngram": [],
+    },
     Comparison(equal=False, position=3, gap=0.25),
 )
 
@@ -105,15 +116,46 @@ def test_other_inputs_are_refused_until_told(tmp_path: Path) -> None:
     assert Journal(path, INPUTS).finished == {}, "without a finished prompt nothing is lost"
 
 
+WITHOUT_TRAINED = OUTCOME.to_json() | {"steps": {"untrained": [], "no_context": [], "ngram": []}}
+
+
 @pytest.mark.parametrize(
-    "text", ["", "hello\n", "[]\n", '{"x": 1}\n', '{"inputs": {}}\n{"prompt": 1}\n', "\x00\n"]
+    "text",
+    [
+        b"",
+        b"hello\n",
+        b"[]\n",
+        b'{"x": 1}\n',
+        b'{"inputs": 1}\n',
+        b'{"inputs": {}}\n{"prompt": 1}\n',
+        json.dumps({"inputs": INPUTS}).encode()
+        + b"\n"
+        + json.dumps({"prompt": 0} | WITHOUT_TRAINED).encode()
+        + b"\n",
+        b'{"inputs": {}}\n' + b"[" * 5000 + b"]" * 5000 + b"\n",
+        b'{"inputs": {}}\n\xff\n',
+        b"\x00\n",
+    ],
 )
-def test_other_files_are_refused_and_left_alone(text: str, tmp_path: Path) -> None:
+def test_other_files_are_refused_and_left_alone(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(ConfigError, match="no unfinished evaluation"):
         Journal(path, INPUTS)
-    assert path.read_text() == text
+    assert path.read_bytes() == text
+
+
+def test_a_folder_is_its_model_whatever_else_lies_there(tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / file).write_text(file)
+    inputs = evaluation_inputs(tmp_path, tmp_path, [])
+    for file in ("report.json", "report.json.unfinished", "acceptance.png"):
+        (tmp_path / file).write_text(file)
+        assert evaluation_inputs(tmp_path, tmp_path, []) == inputs
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "model-2.safetensors"):
+        before = evaluation_inputs(tmp_path, tmp_path, [])
+        (tmp_path / file).write_text("longer than before")
+        assert evaluation_inputs(tmp_path, tmp_path, []) != before
 
 
 def test_lines_are_plain_json(tmp_path: Path) -> None:

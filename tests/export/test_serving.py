@@ -53,6 +53,12 @@ def test_sglang_counts_what_is_verified() -> None:
     assert "--speculative-num-draft-tokens" not in notes
 
 
+def test_a_target_with_a_space_is_one_word() -> None:
+    notes = serving_notes(VARIANTS["dflash"], "zlab", "my model")
+    assert "vllm serve 'my model' " in notes
+    assert "--model-path 'my model' " in notes
+
+
 def test_published_numbers() -> None:
     found = _speculative_config(
         serving_notes(DFlashConfig.preset("qwen3-8b"), "zlab", "Qwen/Qwen3-8B")

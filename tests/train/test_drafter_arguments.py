@@ -55,6 +55,7 @@ def test_options_of_another_kind_are_refused() -> None:
         (["--gru-hidden-dim", "8"], "--gru-hidden-dim is of domino drafters, --drafter is dflash"),
         (["--drafter", "domino", "--markov-rank", "8"], "--markov-rank is of dspark drafters"),
         (["--drafter", "eagle"], "--drafter 'eagle' is not known"),
+        (["--loss-weights", "dpace", "--loss-decay-gamma", "3"], "has no --loss-decay-gamma"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse(argv)
