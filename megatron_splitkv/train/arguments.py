@@ -7,6 +7,7 @@ a user types still wins.
 
 import argparse
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -204,18 +205,18 @@ def splitkv_options(args: argparse.Namespace) -> SplitKVOptions:
     Raises:
         ConfigError: an unknown name, choices that exclude each other, or a bad file of links.
     """
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    named = default_links(device_type) if args.links is None else links_from(args.links)
-    links = links_of_launch(named, args.splitkv_ranks_per_node)
-    return SplitKVOptions(
+    options = SplitKVOptions(
         gather=args.splitkv_gather,
         scatter=args.splitkv_scatter,
         query_cast=args.splitkv_query_cast,
         save=args.splitkv_save,
         fp32_reduce=args.splitkv_fp32_reduce,
-        links=links_of_group(links, max(1, args.tensor_model_parallel_size)),
         ranks_per_node=args.splitkv_ranks_per_node,
     )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    named = default_links(device_type) if args.links is None else links_from(args.links)
+    links = links_of_launch(named, options.ranks_per_node)
+    return replace(options, links=links_of_group(links, max(1, args.tensor_model_parallel_size)))
 
 
 def complete_arguments(args: argparse.Namespace, meta: StoreMeta) -> None:

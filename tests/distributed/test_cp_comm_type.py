@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 def _strategies(entries: list[str]) -> list[str]:
     from megatron_splitkv.drafter import DFlashModel, get_dflash_layer_spec
 
-    dflash = replace(TINY, num_layers=len(entries))
+    dflash = replace(TINY, num_layers=len(entries), layer_types=())
     with parallel_state(1, 2):
         config: Any = dflash.to_transformer_config(
             context_parallel_size=2,
