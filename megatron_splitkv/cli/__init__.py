@@ -1,6 +1,7 @@
 """The console script `splitkv`: one subcommand a room, exit code 2 and one line on bad input."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; ``sys.argv`` when None.
 
     Returns:
-        The exit code: 0, or 2 for bad input: files that cannot be read or written included, and
-        numbers for which no memory is there.
+        The exit code: 0, 130 after Ctrl-C, or 2 for bad input: files that cannot be read or written
+        included, and numbers for which no memory is there.
     """
     args = build_parser().parse_args(argv)
     command = import_module(f"megatron_splitkv.cli.{args.command}")
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(args)
     except (ConfigError, OSError) as error:
         message = str(error)
+    except KeyboardInterrupt:
+        print(f"splitkv {args.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (MemoryError, OverflowError) as error:
         message = (
             f"too large for this machine; take smaller numbers ({str(error) or 'out of memory'})"

@@ -160,8 +160,8 @@ class DFlashConfig:
         slides = SLIDING_ATTENTION in self.layer_types
         if slides and (self.sliding_window is None or self.sliding_window < 1):
             raise ConfigError(
-                f"layers with sliding attention need a sliding_window of at least 1, it is "
-                f"{self.sliding_window}"
+                "layers with sliding attention need a sliding_window of at least 1, it is "
+                f"{self.sliding_window}; set --sliding-window"
             )
         if slides:
             check_window(self.sliding_window)

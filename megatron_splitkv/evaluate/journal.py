@@ -18,6 +18,12 @@ from megatron_splitkv.evaluate.prompts import EvaluationPrompt
 from megatron_splitkv.evaluate.result import METHODS
 from megatron_splitkv.evaluate.speculative import DraftStep
 
+# Inputs that are known by a digest, and what a changed one means.
+_CONTENTS = {
+    "drafter": "the drafter's files changed",
+    "target": "the target's files changed",
+    "prompts": "the prompts (or --limit) changed",
+}
 # What a model is made of. Other files of its folder do not change it, and may be our own: a
 # report and its journal are often written beside the drafter.
 _MODEL_FILES = (
@@ -112,17 +118,26 @@ class Journal:
                 f"{self.path} is no unfinished evaluation; move it away, or start anew with "
                 "--overwrite"
             ) from error
-        for name, value in inputs.items():
-            if known.get(name) != value:
-                if not self.finished:  # nothing to lose
-                    self._start(inputs)
-                    return
-                raise ConfigError(
-                    f"{self.path} is of an unfinished evaluation with other inputs: its {name} is "
-                    f"{known.get(name)}, now it is {value}; start anew with --overwrite"
-                )
+        changed = [
+            _shown(name, known.get(name), value)
+            for name, value in inputs.items()
+            if known.get(name) != value
+        ]
+        if changed:
+            if not self.finished:  # nothing to lose
+                self._start(inputs)
+                return
+            raise ConfigError(
+                f"{self.path} is of an unfinished evaluation with other inputs: "
+                f"{', '.join(changed)}; start anew with --overwrite"
+            )
         if whole != text:
             os.truncate(self.path, len(whole.encode()))
+
+
+def _shown(name: str, before: Any, now: Any) -> str:
+    """What changed; of contents, which are known by their digests, only that they did."""
+    return _CONTENTS.get(name) or f"{name} was {before}, is {now}"
 
 
 def evaluation_inputs(

@@ -1,8 +1,7 @@
-"""One training step of a Domino drafter at every parallel layout, and its checkpoints."""
+"""One training step of a Domino drafter at every parallel layout."""
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_splitkv.comm import CommMeter
 from megatron_splitkv.drafter.domino_config import DominoConfig
 from megatron_splitkv.loss.domino import chunked_domino_loss, naive_domino_loss
 from megatron_splitkv.testing import relative_error
-from tests.distributed.layouts import Layout, packs_of, trainer
 from tests.drafter import naive_domino
 from tests.drafter.harness import (
     TINY_DOMINO,
@@ -238,51 +236,3 @@ def test_bf16_is_close_to_fp32() -> None:
     for name, gradient in low.gradients.items():
         # At the start the correction's own gradients are zero.
         assert relative_error(gradient, full.gradients[name]) < 0.1 or not gradient.any(), name
-
-
-SPLIT = Layout(4, tp=2, cp=2, distributed=True)
-
-
-def save(layout: Layout, path: str) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
-    with trainer(layout, drafter=TINY_DOMINO) as running:
-        running.ddp.module.training_progress = PROGRESS
-        running.step(packs_of(0))
-        running.save(path)
-        whole = {
-            sharded.key: tuple(sharded.global_shape)
-            for sharded in running.sharded_state()["model"].values()
-            if hasattr(sharded, "global_shape")
-        }
-        return running.optimizer_state(), whole
-
-
-def load(layout: Layout, path: str) -> dict[str, torch.Tensor]:
-    with trainer(layout, init_seed=99, drafter=TINY_DOMINO) as running:
-        running.load(path)
-        return running.optimizer_state()
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (Layout(4, tp=2, cp=2), Layout(4, cp=4)),
-        (Layout(4, cp=2), Layout(4, tp=2, cp=2)),
-        (SPLIT, Layout(4, cp=2, distributed=True)),
-        (Layout(4, cp=4, distributed=True), SPLIT),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_holds_whole_tensors_that_any_layout_loads(
-    source: Layout, target: Layout, tmp_path: Path
-) -> None:
-    from megatron_splitkv.export.dcp_reader import TensorReader
-
-    expected, whole = on_ranks(4, save, source, str(tmp_path))[0]
-    stored = TensorReader(tmp_path).tensors
-    for name, shape in TINY_DOMINO.head_shapes().items():
-        assert whole[name] == shape
-        assert tuple(stored[name].size) == shape
-    for state in on_ranks(4, load, target, str(tmp_path)):
-        assert state.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(state[name], tensor), name

@@ -1,8 +1,7 @@
-"""One training step of a DSpark drafter at every parallel layout, and its checkpoints."""
+"""One training step of a DSpark drafter at every parallel layout."""
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from megatron_splitkv.comm import CommMeter
 from megatron_splitkv.drafter.dspark_config import DSparkConfig
 from megatron_splitkv.loss.dspark import chunked_dspark_loss, naive_dspark_loss
 from megatron_splitkv.testing import relative_error
-from tests.distributed.layouts import Layout, trainer
 from tests.drafter import naive_dspark
 from tests.drafter.harness import (
     TINY_DSPARK,
@@ -204,50 +202,3 @@ def test_bf16_is_close_to_fp32() -> None:
     assert low.loss == pytest.approx(full.loss, rel=1e-2)
     for name, gradient in low.gradients.items():
         assert relative_error(gradient, full.gradients[name]) < 0.15, name
-
-
-SPLIT = Layout(4, tp=2, cp=2, distributed=True)
-
-
-def save(layout: Layout, path: str) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
-    with trainer(layout, drafter=KINDS["rnn"]) as running:
-        running.step(awkward_samples())
-        running.save(path)
-        whole = {
-            sharded.key: tuple(sharded.global_shape)
-            for sharded in running.sharded_state()["model"].values()
-            if hasattr(sharded, "global_shape")
-        }
-        return running.optimizer_state(), whole
-
-
-def load(layout: Layout, path: str) -> dict[str, torch.Tensor]:
-    with trainer(layout, init_seed=99, drafter=KINDS["rnn"]) as running:
-        running.load(path)
-        return running.optimizer_state()
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (Layout(4, tp=2, cp=2), Layout(4, cp=4)),
-        (Layout(4, cp=2), Layout(4, tp=2, cp=2)),
-        (SPLIT, Layout(4, cp=2, distributed=True)),
-        (Layout(4, cp=4, distributed=True), SPLIT),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_holds_whole_tensors_that_any_layout_loads(
-    source: Layout, target: Layout, tmp_path: Path
-) -> None:
-    from megatron_splitkv.export.dcp_reader import TensorReader
-
-    expected, whole = on_ranks(4, save, source, str(tmp_path))[0]
-    stored = TensorReader(tmp_path).tensors
-    for name, shape in KINDS["rnn"].head_shapes().items():
-        assert whole[name] == shape
-        assert tuple(stored[name].size) == shape
-    for state in on_ranks(4, load, target, str(tmp_path)):
-        assert state.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(state[name], tensor), name

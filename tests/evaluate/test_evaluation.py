@@ -238,7 +238,7 @@ def test_command_goes_on_after_a_kill(
             main(command)
     assert not output.exists()
     assert main([*command, "--seed", "3"]) == 2
-    assert "its seed is 0, now it is 3; start anew with --overwrite" in capsys.readouterr().err
+    assert "seed was 0, is 3; start anew with --overwrite" in capsys.readouterr().err
     monkeypatch.setattr("megatron_splitkv.evaluate.evaluation.greedy_decode", None)
     assert main([*command, "--batch-size", "1"]) == 0
     assert "Going on after 3 of 3 prompts" in capsys.readouterr().out

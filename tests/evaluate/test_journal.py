@@ -107,7 +107,7 @@ def test_what_a_kill_leaves_of_a_line_is_cut_off(tmp_path: Path) -> None:
 def test_other_inputs_are_refused_until_told(tmp_path: Path) -> None:
     path = tmp_path / "x"
     Journal(path, INPUTS).add(2, OUTCOME)
-    message = "its max_new_tokens is 8, now it is 9; start anew with --overwrite"
+    message = "max_new_tokens was 8, is 9; start anew with --overwrite"
     with pytest.raises(ConfigError, match=message):
         Journal(path, INPUTS | {"max_new_tokens": 9})
     assert Journal(path, INPUTS).finished, "a refusal leaves the file alone"
