@@ -17,6 +17,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.drafter.config import DFlashConfig
 from megatron_splitkv.drafter.domino_config import DominoConfig
 from megatron_splitkv.drafter.dspark_config import DSparkConfig
+from megatron_splitkv.loss.vocabulary import soft_capped
 
 _INITIAL_STD = 0.02
 
@@ -86,9 +87,7 @@ def vocabulary_logits(
 
     Source: z-lab/dflash, `dflash/model.py`, `DFlashDraftModel.compute_logits`.
     """
-    logits = F.linear(hidden.to(head.dtype), head)
-    cap = config.final_logit_softcapping
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return soft_capped(F.linear(hidden.to(head.dtype), head), config.final_logit_softcapping)
 
 
 def proposal_head(config: DFlashConfig, tensors: Mapping[str, torch.Tensor]) -> ProposalHead:

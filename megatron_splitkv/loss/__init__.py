@@ -1,6 +1,5 @@
 """The drafter's loss: numerator, count, report."""
 
-from megatron_splitkv.loss.cross_entropy import chunked_cross_entropy
 from megatron_splitkv.loss.dpace import dpace_weights
 from megatron_splitkv.loss.draft_loss import DraftLoss, chunked_draft_loss
 from megatron_splitkv.loss.fixed_point import (
@@ -11,7 +10,6 @@ from megatron_splitkv.loss.fixed_point import (
     loggable,
 )
 from megatron_splitkv.loss.naive import (
-    naive_cross_entropy,
     naive_dpace_weights,
     naive_draft_loss,
 )
@@ -24,13 +22,11 @@ __all__ = [
     "MAX_TOKEN_COUNT",
     "DraftLoss",
     "check_token_count",
-    "chunked_cross_entropy",
     "chunked_draft_loss",
     "dpace_weights",
     "drafter_report",
     "fixed_point_loss",
     "loggable",
-    "naive_cross_entropy",
     "naive_dpace_weights",
     "naive_draft_loss",
     "slot_decay",

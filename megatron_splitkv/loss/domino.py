@@ -24,7 +24,14 @@ import torch.nn.functional as F
 
 from megatron_splitkv.comm import all_reduce_sum
 from megatron_splitkv.loss.slots import IGNORED_PREDICTION
-from megatron_splitkv.loss.vocabulary import argmax_over_vocab, cap_slope, capped_logits
+from megatron_splitkv.loss.vocabulary import (
+    argmax_over_vocab,
+    cap_slope,
+    capped_logits,
+    label_columns,
+    soft_capped,
+    sum_of_row_gradients,
+)
 
 # Two fp32 tensors of 256 rows x 250k tokens are 0.5 GB.
 DEFAULT_CHUNK_ROWS = 256
@@ -94,9 +101,7 @@ def naive_domino_loss(
         [V, e]``, ``labels`` and ``weights [R]``.
     """
     priced = weights > 0
-    base_logits = hidden[priced] @ head_weight.T
-    if softcap is not None:
-        base_logits = softcap * torch.tanh(base_logits / softcap)
+    base_logits = soft_capped(hidden[priced] @ head_weight.T, softcap)
     sums, predictions = [], []
     for logits in (base_logits + features[priced] @ correction_weight.T, base_logits):
         losses = F.cross_entropy(logits, labels[priced], reduction="none")
@@ -135,7 +140,7 @@ def chunked_domino_loss(
         correction_weight: this TP rank's rows of the correction, of the same tokens.
         labels: token to predict (global id); any value where the weight is 0.
         weights: price of each row; rows of weight 0 are never projected, as in
-            `chunked_cross_entropy`.
+            `chunked_draft_loss`.
         base_weight: weight of the base loss in [0, 1]; the final loss has the rest.
         softcap: c of ``c tanh(logits / c)``, of the base logits; None without.
         tp_group: ranks that share the vocabulary; None for one in one piece.
@@ -199,9 +204,7 @@ class _ChunkedDominoLoss(torch.autograd.Function):
             slope = cap_slope(base, softcap) if wants_grad else None
             final = base + row_features @ correction_weight.T  # [c, V_p]
             both = (final, base)
-            local_label = labels[rows] - vocab_start
-            is_local = (local_label >= 0) & (local_label < head_weight.shape[0])
-            column = local_label.clamp(0, head_weight.shape[0] - 1)[:, None]
+            column, is_local = label_columns(labels[rows], vocab_start, head_weight.shape[0])
 
             tokens, row_max = zip(
                 *(argmax_over_vocab(logits, tp_group, vocab_start) for logits in both), strict=True
@@ -254,8 +257,5 @@ class _ChunkedDominoLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
         hidden, features, correction = (g * scale.to(g.dtype) for g in ctx.saved_tensors)
-        # Each TP rank saw the columns of its own tokens: a row's gradient is the sum over them.
-        rows = torch.cat([hidden, features], dim=1)
-        rows = all_reduce_sum(rows, ctx.tp_group, label="loss_dgrad")
-        hidden, features = rows.split([hidden.shape[1], features.shape[1]], dim=1)
+        hidden, features = sum_of_row_gradients((hidden, features), ctx.tp_group)
         return hidden, features, None, correction, *[None] * 7

@@ -20,7 +20,12 @@ import torch.distributed as dist
 from megatron_splitkv.comm import all_reduce_max, all_reduce_sum
 from megatron_splitkv.loss.dpace import dpace_weights
 from megatron_splitkv.loss.slots import IGNORED_PREDICTION
-from megatron_splitkv.loss.vocabulary import argmax_over_vocab, cap_slope, capped_logits
+from megatron_splitkv.loss.vocabulary import (
+    argmax_over_vocab,
+    cap_slope,
+    capped_logits,
+    label_columns,
+)
 
 # 512 rows x 250k tokens are 0.5 GB in fp32, and enough rows to keep a matmul busy.
 DEFAULT_CHUNK_ROWS = 512
@@ -166,9 +171,9 @@ class _ChunkedDraftLoss(torch.autograd.Function):
             logits = capped_logits(hidden[rows], head_weight, softcap, dtype)  # [c, V_p]
             predictions[rows], row_max = argmax_over_vocab(logits, tp_group, options.vocab_start)
 
-            local_label = labels[rows] - options.vocab_start
-            is_local = (local_label >= 0) & (local_label < head_weight.shape[0])
-            column = local_label.clamp(0, head_weight.shape[0] - 1)[:, None]
+            column, is_local = label_columns(
+                labels[rows], options.vocab_start, head_weight.shape[0]
+            )
             label_logit = logits.gather(1, column).squeeze(1).masked_fill(~is_local, 0.0)
 
             teacher = None

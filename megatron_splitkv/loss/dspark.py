@@ -30,7 +30,14 @@ import torch.nn.functional as F
 
 from megatron_splitkv.comm import all_reduce_max, all_reduce_sum
 from megatron_splitkv.loss.slots import IGNORED_PREDICTION
-from megatron_splitkv.loss.vocabulary import argmax_over_vocab, cap_slope, capped_logits
+from megatron_splitkv.loss.vocabulary import (
+    argmax_over_vocab,
+    cap_slope,
+    capped_logits,
+    label_columns,
+    soft_capped,
+    sum_of_row_gradients,
+)
 
 # Three fp32 tensors of 256 rows x 250k tokens are 0.8 GB.
 DEFAULT_CHUNK_ROWS = 256
@@ -124,9 +131,9 @@ def naive_dspark_loss(
         ``markov_weight [V, r]``, ``labels`` and ``weights [R]``.
     """
     priced = weights > 0
-    drafted, taught = hidden[priced] @ head_weight.T, teacher_hidden[priced] @ head_weight.T
-    if softcap is not None:
-        drafted, taught = (softcap * torch.tanh(x / softcap) for x in (drafted, taught))
+    drafted, taught = (
+        soft_capped(rows[priced] @ head_weight.T, softcap) for rows in (hidden, teacher_hidden)
+    )
     drafted = drafted + latent[priced] @ markov_weight.T
     losses = F.cross_entropy(drafted, labels[priced], reduction="none")
     distances = (drafted.softmax(-1) - taught.softmax(-1)).abs().sum(-1)
@@ -235,9 +242,9 @@ class _ChunkedDSparkLoss(torch.autograd.Function):
             slope = cap_slope(logits, softcap) if wants_grad else None
             logits += row_latent @ markov_weight.T
             predictions[rows], row_max = argmax_over_vocab(logits, tp_group, options.vocab_start)
-            local_label = labels[rows] - options.vocab_start
-            is_local = (local_label >= 0) & (local_label < head_weight.shape[0])
-            column = local_label.clamp(0, head_weight.shape[0] - 1)[:, None]
+            column, is_local = label_columns(
+                labels[rows], options.vocab_start, head_weight.shape[0]
+            )
             label_logit = logits.gather(1, column).squeeze(1).masked_fill(~is_local, 0.0)
 
             taught = capped_logits(
@@ -284,10 +291,7 @@ class _ChunkedDSparkLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_latent, grad_markov = ctx.saved_tensors
-        factor = grad_outputs[0].to(grad_hidden.dtype)
-        # Each TP rank saw the columns of its own tokens: rows' gradients are the sum over them.
-        of_rows = torch.cat([grad_hidden, grad_latent], dim=1) * factor
-        of_rows = all_reduce_sum(of_rows, ctx.tp_group, label="loss_dgrad")
-        grad_hidden, grad_latent = of_rows.split([grad_hidden.shape[1], grad_latent.shape[1]], 1)
-        return grad_hidden, grad_latent, None, grad_markov * factor, *[None] * 4
+        scale = grad_outputs[0]
+        hidden, latent, markov = (g * scale.to(g.dtype) for g in ctx.saved_tensors)
+        hidden, latent = sum_of_row_gradients((hidden, latent), ctx.tp_group)
+        return hidden, latent, None, markov, *[None] * 4

@@ -8,35 +8,7 @@ import torch.nn.functional as F
 
 from megatron_splitkv.loss.draft_loss import DraftLoss
 from megatron_splitkv.loss.slots import IGNORED_PREDICTION
-
-
-def naive_cross_entropy(
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of cross-entropies and the predicted tokens.
-
-    Args:
-        hidden: drafter output.
-        head_weight: the whole output head.
-        labels: token to predict.
-        weights: price of each row; a row of weight 0 is ignored whatever it holds.
-        softcap: c of logits that are ``c tanh(logits / c)``.
-
-    Returns:
-        The numerator, differentiable, and the predictions, `IGNORED_PREDICTION` where the weight
-        is 0.
-
-    Shape:
-        ``hidden [rows, d]``, ``head_weight [V, d]``, ``labels`` and ``weights`` and predictions
-        ``[rows]``; the numerator is a scalar.
-    """
-    priced = naive_draft_loss(hidden, head_weight, labels, weights, softcap=softcap)
-    return priced.numerator, priced.predictions
+from megatron_splitkv.loss.vocabulary import soft_capped
 
 
 def naive_draft_loss(
@@ -57,7 +29,7 @@ def naive_draft_loss(
         ``weights`` ``[rows]``.
     """
     priced = weights > 0
-    logits = _capped(hidden[priced] @ head_weight.T, softcap)
+    logits = soft_capped(hidden[priced] @ head_weight.T, softcap)
     losses = cross_entropy = F.cross_entropy(logits, labels[priced], reduction="none")
     used = weights.to(logits.dtype).clone()
     if dpace_block_size is not None:
@@ -68,7 +40,7 @@ def naive_draft_loss(
         ).view(-1)
     divergence = torch.zeros((), dtype=logits.dtype)
     if teacher_hidden is not None:
-        teacher = _capped(teacher_hidden[priced] @ head_weight.T, softcap).log_softmax(-1)
+        teacher = soft_capped(teacher_hidden[priced] @ head_weight.T, softcap).log_softmax(-1)
         kl = F.kl_div(logits.log_softmax(-1), teacher, reduction="none", log_target=True).sum(-1)
         losses = (1 - distillation_weight) * cross_entropy + distillation_weight * kl
         divergence = (kl.detach() * used[priced]).sum()
@@ -93,7 +65,3 @@ def naive_dpace_weights(
             for m in range(j, len(trained)):
                 weights[block, slot] += smoothed[trained[: m + 1]].prod()
     return weights
-
-
-def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -6,7 +6,12 @@ Shape legend: c rows of a chunk, V_p rows of the output head on this TP rank.
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.comm import all_reduce_max
+from megatron_splitkv.comm import all_reduce_max, all_reduce_sum
+
+
+def soft_capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """``softcap * tanh(logits / softcap)``, differentiable; the logits themselves without a cap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def capped_logits(
@@ -33,6 +38,40 @@ def capped_logits(
 def cap_slope(capped: torch.Tensor, softcap: float | None) -> torch.Tensor | None:
     """Derivative of capped logits with respect to plain ones; None where there is no cap."""
     return None if softcap is None else 1 - (capped / softcap).square_()
+
+
+def label_columns(
+    labels: torch.Tensor, vocab_start: int, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the labels stand among this TP rank's tokens.
+
+    Args:
+        labels: global token ids.
+        vocab_start: global id of the first local token.
+        num_tokens: local ones.
+
+    Returns:
+        Columns, any where the label is another rank's, and whether it is this one's.
+
+    Shape:
+        ``labels`` int64 ``[c]`` -> int64 ``[c, 1]`` and bool ``[c]``.
+    """
+    local = labels - vocab_start
+    return local.clamp(0, num_tokens - 1)[:, None], (local >= 0) & (local < num_tokens)
+
+
+def sum_of_row_gradients(
+    gradients: tuple[torch.Tensor, ...], tp_group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, ...]:
+    """Complete rows' gradients, of which each TP rank has the part through its own tokens.
+
+    One collective for all of them.
+
+    Shape:
+        ``[R, width]`` each, widths of their own.
+    """
+    summed = all_reduce_sum(torch.cat(gradients, dim=1), tp_group, label="loss_dgrad")
+    return summed.split([gradient.shape[1] for gradient in gradients], dim=1)
 
 
 def argmax_over_vocab(

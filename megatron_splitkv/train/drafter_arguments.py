@@ -172,7 +172,7 @@ def drafter_config(args: argparse.Namespace, meta: StoreMeta) -> DFlashConfig:
         ConfigError: one that cannot be.
     """
     kind = config_class(args.drafter)
-    names = [*_OF_ALL_KINDS, *_own_fields(kind)]
+    names = option_fields(kind)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     target = meta.target
     return kind(
@@ -193,6 +193,11 @@ def drafter_config(args: argparse.Namespace, meta: StoreMeta) -> DFlashConfig:
         pad_token_id=target.pad_token_id,
         **given,
     )
+
+
+def option_fields(kind: type[DFlashConfig]) -> list[str]:
+    """Fields of a kind that an option of the same name sets."""
+    return [*_OF_ALL_KINDS, *_own_fields(kind)]
 
 
 def _own_fields(kind: type[DFlashConfig]) -> list[str]:

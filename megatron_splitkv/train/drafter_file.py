@@ -16,7 +16,7 @@ from megatron_splitkv.drafter.kinds import config_from_json
 
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 # They may change between the runs of one drafter.
-_FREE_TO_CHANGE = frozenset(
+FREE_TO_CHANGE = frozenset(
     {
         "loss_decay_gamma",
         "loss_weights",
@@ -89,7 +89,7 @@ def check_checkpoint_folder(
             f"--drafter {there.kind}, or another folder"
         )
     before, now = asdict(there), asdict(dflash)
-    for name in now.keys() - _FREE_TO_CHANGE:
+    for name in now.keys() - FREE_TO_CHANGE:
         if before[name] != now[name]:
             raise ConfigError(
                 f"{option} {folder} holds a drafter with {name} {before[name]}, this run has "

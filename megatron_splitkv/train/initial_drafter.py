@@ -23,6 +23,8 @@ from megatron_splitkv.export.checkpoint import TRACKER_FILE
 from megatron_splitkv.export.folder import read_config, read_drafter
 from megatron_splitkv.export.safetensors_files import EMBEDDING, HEAD, read_tensors
 from megatron_splitkv.export.zlab import from_zlab
+from megatron_splitkv.train.drafter_arguments import option_fields
+from megatron_splitkv.train.drafter_file import FREE_TO_CHANGE
 
 OPTION = "--initial-drafter"
 # Options of Megatron that describe a drafter, and the field that each one sets.
@@ -39,20 +41,6 @@ _FIELD_OF = {
     "rotary_base": "rope_theta",
     "layernorm_epsilon": "rms_norm_eps",
 }
-# Fields that have an option of their own name.
-_OWN_NAMES = (
-    "block_size",
-    "layer_types",
-    "sliding_window",
-    "input_embedding_scale",
-    "final_logit_softcapping",
-    "emb_dim",
-    "gru_hidden_dim",
-    "pure_draft_prefix_len",
-    "shift_label",
-    "markov_rank",
-    "markov_head_type",
-)
 
 
 def add_initial_drafter_argument(group: Any) -> None:
@@ -229,8 +217,8 @@ def _options(config: DFlashConfig) -> Iterator[tuple[str, Any]]:
     """Names and values of the options that describe a drafter."""
     for name, field in _FIELD_OF.items():
         yield name, getattr(config, field)
-    for name in _OWN_NAMES:
-        if hasattr(config, name):
+    for name in option_fields(type(config)):
+        if name not in FREE_TO_CHANGE:
             yield name, getattr(config, name)
 
 

@@ -15,8 +15,10 @@ from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.config import CP_COMM_TYPES
 from megatron_splitkv.drafter import DFlashConfig
 from megatron_splitkv.testing import relative_error
+from tests.distributed.steps import plain_step
 from tests.drafter.harness import (
     TINY,
+    Sample,
     StepResult,
     awkward_samples,
     build_model,
@@ -63,27 +65,16 @@ def truth(name: str) -> StepResult:
     """The step in fp64 by the plain-torch twin, from the weights that any layout starts with."""
     drafter = DRAFTERS[name]
     start = on_ranks(4, train_step, awkward_samples(), 1, 1, None, False, drafter)[0].weights
-    weights = {key: weight.double().requires_grad_() for key, weight in start.items()}
-    embedding, head = (weight.double() for weight in frozen_target())
-    scaled, tokens, numerator, total = 0.0, 0, 0.0, 0.0
-    for sample in awkward_samples():
+
+    def loss_of(weights: Any, embedding: Any, head: Any, sample: Sample) -> tuple[Any, ...]:
         assert sample.final_hidden is not None
-        part, weight = naive_drafter_loss(
-            drafter,
-            weights,
-            embedding,
-            head,
-            sample.pack,
-            sample.layout,
-            sample.features.double(),
-            sample.final_hidden.double(),
+        layout, features = sample.layout, sample.features.double()
+        teacher = sample.final_hidden.double()
+        return naive_drafter_loss(
+            drafter, weights, embedding, head, sample.pack, layout, features, teacher
         )
-        count = max(1, round(256 * weight)) if weight else 0
-        scaled = scaled + part * (count / weight if weight else 0.0)
-        tokens, numerator, total = tokens + count, numerator + float(part.detach()), total + weight
-    (scaled / tokens).backward()
-    gradients = {key: weight.grad for key, weight in weights.items()}
-    return StepResult(numerator / total, total, {}, gradients, start)
+
+    return plain_step(start, loss_of)
 
 
 def worst_error(step: StepResult, expected: StepResult) -> float:

@@ -14,14 +14,15 @@ from megatron_splitkv.comm import CommMeter
 from megatron_splitkv.drafter.domino_config import DominoConfig
 from megatron_splitkv.loss.domino import chunked_domino_loss, naive_domino_loss
 from megatron_splitkv.testing import relative_error
+from tests.distributed.steps import plain_step, step_in
 from tests.drafter import naive_domino
 from tests.drafter.harness import (
     TINY_DOMINO,
+    Sample,
     StepResult,
     awkward_samples,
     build_model,
     data_parallel,
-    frozen_target,
     make_sample,
     on_ranks,
     parallel_state,
@@ -68,27 +69,14 @@ def step(tp: int, cp: int, drafter: DominoConfig, **overrides: Any) -> StepResul
 @cache
 def truth(drafter: DominoConfig) -> StepResult:
     """The step in fp64 by the plain-torch twin, from the weights that any layout starts with."""
-    start = on_ranks(4, step, 1, 1, drafter)[0].weights
-    weights = {name: weight.double().requires_grad_() for name, weight in start.items()}
-    embedding, head = (weight.double() for weight in frozen_target())
-    scaled, tokens, numerator, total = 0.0, 0, 0.0, 0.0
-    for sample in awkward_samples():
-        part, weight, _ = naive_domino.naive_domino_loss(
-            drafter,
-            weights,
-            embedding,
-            head,
-            sample.pack,
-            sample.layout,
-            sample.features.double(),
-            BASE_WEIGHT,
+
+    def loss_of(weights: Any, embedding: Any, head: Any, sample: Sample) -> tuple[Any, ...]:
+        layout, features = sample.layout, sample.features.double()
+        return naive_domino.naive_domino_loss(
+            drafter, weights, embedding, head, sample.pack, layout, features, BASE_WEIGHT
         )
-        count = max(1, round(256 * weight)) if weight else 0
-        scaled = scaled + part * (count / weight if weight else 0.0)
-        tokens, numerator, total = tokens + count, numerator + float(part.detach()), total + weight
-    (scaled / tokens).backward()
-    gradients = {name: weight.grad for name, weight in weights.items()}
-    return StepResult(numerator / total, total, {}, gradients, start)
+
+    return plain_step(on_ranks(4, step, 1, 1, drafter)[0].weights, loss_of)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -221,17 +209,10 @@ def test_split_vocabulary_equals_the_whole_one(bounds: list[int]) -> None:
     assert relative_error(whole, trained[2].grad) < 1e-6
 
 
-def bf16_step(dtype: torch.dtype) -> StepResult:
-    precision = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
-    with parallel_state(2, 2):
-        ddp = data_parallel(build_model(2, 2, dflash=TINY_DOMINO, **precision))
-        assert {p.dtype for p in ddp.parameters()} == {dtype}
-        samples = [make_sample([30, 21], torch.ones(51) > 0, num_anchors=6, seed=s) for s in (1, 2)]
-        return run_schedule(ddp, samples)
-
-
 def test_bf16_is_close_to_fp32() -> None:
-    low, full = (on_ranks(4, bf16_step, dtype)[0] for dtype in (torch.bfloat16, torch.float32))
+    low, full = (
+        on_ranks(4, step_in, dtype, TINY_DOMINO)[0] for dtype in (torch.bfloat16, torch.float32)
+    )
     assert low.loss == pytest.approx(full.loss, rel=5e-3)
     for name, gradient in low.gradients.items():
         # At the start the correction's own gradients are zero.

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from megatron_splitkv.comm import CommMeter
 from megatron_splitkv.loss import (
-    chunked_cross_entropy,
+    chunked_draft_loss,
     fixed_point_loss,
-    naive_cross_entropy,
+    naive_draft_loss,
 )
 from megatron_splitkv.testing import relative_error
 from tests.drafter.harness import on_ranks
@@ -37,7 +37,7 @@ def vocab_parallel(bounds: list[int]) -> tuple[torch.Tensor, ...]:
     rank = dist.get_rank()
     hidden.requires_grad_()
     with CommMeter() as meter:
-        numerator, predictions = chunked_cross_entropy(
+        found = chunked_draft_loss(
             hidden,
             head[bounds[rank] : bounds[rank + 1]],
             labels,
@@ -46,8 +46,9 @@ def vocab_parallel(bounds: list[int]) -> tuple[torch.Tensor, ...]:
             vocab_start=bounds[rank],
             chunk_rows=7,
         )
-        (2.0 * numerator).backward()
+        (2.0 * found.numerator).backward()
     assert hidden.grad is not None
+    numerator, predictions = found.numerator, found.predictions
     return numerator.detach(), hidden.grad, predictions, torch.tensor(meter.calls())
 
 
@@ -55,7 +56,8 @@ def vocab_parallel(bounds: list[int]) -> tuple[torch.Tensor, ...]:
 def test_split_vocabulary_equals_the_whole_one(bounds: list[int]) -> None:
     hidden, head, labels, weights = problem()
     hidden.requires_grad_()
-    numerator, predictions = naive_cross_entropy(hidden, head, labels, weights)
+    expected = naive_draft_loss(hidden, head, labels, weights)
+    numerator, predictions = expected.numerator, expected.predictions
     (2.0 * numerator).backward()
     assert predictions[4] == 3
     for loss, grad, tokens, calls in on_ranks(4, vocab_parallel, bounds):

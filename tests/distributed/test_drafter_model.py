@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.testing import relative_error
+from tests.distributed.steps import step_in
 from tests.drafter.harness import (
     TINY,
     awkward_samples,
     build_model,
     data_parallel,
     frozen_target,
-    make_sample,
     on_ranks,
     parallel_state,
     run_schedule,
@@ -157,15 +157,6 @@ def test_the_first_loss_is_close_to_ln_v_whatever_the_scale_of_the_head(head_sca
     assert on_ranks(4, first_loss, head_scale, None)[0] == pytest.approx(uniform, abs=1.0)
     if head_scale == 5.0:
         assert on_ranks(4, first_loss, head_scale, 1.0)[0] > uniform + 5.0
-
-
-def step_in(dtype: torch.dtype) -> Any:
-    with parallel_state(tp=2, cp=2):
-        precision = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
-        ddp = data_parallel(build_model(2, 2, **precision))
-        assert {p.dtype for p in ddp.parameters()} == {dtype}
-        samples = [make_sample([30, 21], torch.ones(51) > 0, num_anchors=6, seed=s) for s in (1, 2)]
-        return run_schedule(ddp, samples)
 
 
 def test_bf16_is_close_to_fp32() -> None:

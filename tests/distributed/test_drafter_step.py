@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from megatron_splitkv.testing import relative_error
+from tests.distributed.steps import plain_step
 from tests.drafter.harness import (
     TINY,
     Sample,
     StepResult,
     awkward_samples,
-    frozen_target,
     make_sample,
     on_ranks,
     train_step,
@@ -39,21 +39,12 @@ ids = [f"tp{tp}-cp{cp}-dp{ranks // tp // cp}" for ranks, tp, cp in LAYOUTS]
 @cache
 def truth() -> StepResult:
     """The step in fp64 by the plain-torch twin, from the weights that any layout starts with."""
-    weights = {
-        name: weight.double().requires_grad_() for name, weight in step_at(4, 1, 1).weights.items()
-    }
-    embedding, head = (weight.double() for weight in frozen_target())
-    scaled, tokens, numerator, total = 0.0, 0, 0.0, 0.0
-    for sample in awkward_samples():
-        part, weight = naive_drafter_loss(
-            TINY, weights, embedding, head, sample.pack, sample.layout, sample.features.double()
-        )
-        count = max(1, round(256 * weight)) if weight else 0
-        scaled = scaled + part * (count / weight if weight else 0.0)
-        tokens, numerator, total = tokens + count, numerator + float(part.detach()), total + weight
-    (scaled / tokens).backward()
-    gradients = {name: weight.grad for name, weight in weights.items()}
-    return StepResult(numerator / total, total, {}, gradients, {})
+
+    def loss_of(weights: Any, embedding: Any, head: Any, sample: Sample) -> tuple[Any, ...]:
+        layout, features = sample.layout, sample.features.double()
+        return naive_drafter_loss(TINY, weights, embedding, head, sample.pack, layout, features)
+
+    return plain_step(step_at(4, 1, 1).weights, loss_of)
 
 
 @cache
