@@ -18,6 +18,7 @@ GATHER_PLACES: tuple[str, ...] = ("auto", "q", "hidden")
 SCATTER_PLACES: tuple[str, ...] = ("auto", "heads", "proj")
 QUERY_CASTS: tuple[str, ...] = ("auto", "all", "group")
 SAVE_POLICIES: tuple[str, ...] = ("gathered", "own")
+ONLINE_TARGETS: tuple[str, ...] = ("hf", "megatron")
 
 
 class ConfigError(ValueError):

@@ -27,6 +27,7 @@ LEVELS = {
     "loss": 5,
     "drafter": 6,
     "bench": 7,
+    "online": 7,
     "export": 7,
     "evaluate": 7,
     "scale": 7,

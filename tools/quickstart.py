@@ -252,7 +252,7 @@ def main() -> int:
     splitkv = [sys.executable, "-m", "megatron_splitkv"]
     stages = Stages(args.output)
 
-    prepare = ["prepare", "--target", args.target, "--output", str(data), "--overwrite"]
+    prepare = ["prepare", "--target", args.target, "--output", str(data)]
     prepare += ["--minutes", str(args.minutes), "--seed", str(args.seed)]
     if args.drafter == "dspark":
         prepare += ["--final-hidden"]

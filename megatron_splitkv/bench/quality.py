@@ -22,7 +22,7 @@ from megatron_splitkv.bench.quality_data import prepare_quality, truncation
 from megatron_splitkv.bench.quality_shape import Point, QualityShape
 from megatron_splitkv.bench.timing import Interval
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.prepare import Stages
+from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.target import Progress
 from megatron_splitkv.data.text import TextFile
 

@@ -16,17 +16,17 @@ import torch
 from megatron_splitkv.bench.quality_shape import QualityShape
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import StoreMeta, default_target_layer_ids
-from megatron_splitkv.data.prepare import Stages
-from megatron_splitkv.data.store import INDEX_FILE
+from megatron_splitkv.data.stages import Stages
+from megatron_splitkv.data.store_index import INDEX_FILE
 from megatron_splitkv.data.store_writer import FeatureStoreWriter
 from megatron_splitkv.data.target import (
     Progress,
     describe_target,
-    document_features,
     import_transformers,
     load_target,
     silent,
 )
+from megatron_splitkv.data.target_states import document_states
 from megatron_splitkv.data.text import TextFile
 from megatron_splitkv.data.tiny_target import (
     MASK_TOKEN_ID,
@@ -214,10 +214,17 @@ def _write_stores(
                 model.get_input_embeddings().weight, model.get_output_embeddings().weight
             )
         masks = {context: supervised_rows(shape, context) for context in shape.contexts}
-        features = document_features(model, list(samples), meta.target_layer_ids, progress=progress)
-        for index, rows in features:
+        pieces = document_states(
+            model,
+            list(samples),
+            meta.target_layer_ids,
+            batch_tokens=max(4096, shape.length),  # one piece a sample
+            progress=progress,
+        )
+        for piece in pieces:
+            sample = samples[piece.document]
             for context, writer in writers.items():
-                writer.add_document(samples[index, :context], masks[context], rows[:context])
+                writer.add_document(sample[:context], masks[context], piece.features[:context])
 
 
 def _write(path: Path, content: Any) -> None:

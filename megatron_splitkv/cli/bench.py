@@ -10,6 +10,7 @@ from typing import Any
 from megatron_splitkv.cli.bench_links import add_links
 from megatron_splitkv.cli.bench_quality import add_quality
 from megatron_splitkv.cli.bench_step import add_step
+from megatron_splitkv.cli.bench_store import add_store
 from megatron_splitkv.cli.progress import stage_bars
 from megatron_splitkv.config import ConfigError
 
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     add_links(benchmarks, _add_outputs)
     _add_outputs(add_step(benchmarks), "step")
     add_quality(benchmarks, _add_outputs)
+    add_store(benchmarks, _add_outputs)
 
 
 def _add_attention(benchmarks: Any) -> None:

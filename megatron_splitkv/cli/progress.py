@@ -9,14 +9,17 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 # Torch is imported when a command runs, not when its --help is shown.
 if TYPE_CHECKING:
-    from megatron_splitkv.data.prepare import Stages
+    from megatron_splitkv.data.stages import Stages
     from megatron_splitkv.data.target import Progress as StageProgress
 
 
@@ -27,10 +30,11 @@ def stage_bars(*, quiet: bool = False) -> "Iterator[Stages]":
     Args:
         quiet: show nothing.
     """
-    from megatron_splitkv.data.prepare import Stages
+    from megatron_splitkv.data.stages import Stages
 
     with _bars(quiet) as bars:
-        yield Stages(lambda name: _watch(bars, name))
+        # Above the bars, which stay whole.
+        yield Stages(lambda name: _watch(bars, name), lambda line: bars.print(line, markup=False))
 
 
 @contextmanager
@@ -50,11 +54,25 @@ def _bars(quiet: bool) -> Progress:
         TextColumn("{task.description:<20}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _RateColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=quiet,
+        # Items of a minute each, too, shall have a rate.
+        speed_estimate_period=600,
     )
+
+
+class _RateColumn(ProgressColumn):
+    """Items a second. What was there at the first report does not count."""
+
+    def render(self, task: Task) -> Text:
+        """Draw the column."""
+        speed = task.finished_speed or task.speed
+        if not speed or speed < 1:
+            return Text("")
+        return Text(f"{speed:,.0f}/s", style="progress.data.speed")
 
 
 def _watch(bars: Progress, name: str) -> "StageProgress":

@@ -34,6 +34,27 @@ def require_parameters(function: Callable[..., Any], names: Iterable[str], packa
         )
 
 
+def first_known_parameter(function: Callable[..., Any], names: Iterable[str], package: str) -> str:
+    """The first of a keyword's names, newest first, that a function takes.
+
+    Args:
+        function: of another package.
+        names: what the keyword is and was called.
+        package: what the function belongs to, as the error names it.
+
+    Raises:
+        ConfigError: it takes none of them.
+    """
+    names, parameters = list(names), inspect.signature(function).parameters
+    for name in names:
+        if name in parameters:
+            return name
+    raise ConfigError(
+        f"{function.__module__}.{function.__qualname__} of {package} has an unknown form: it takes "
+        f"none of {names}; use a supported version"
+    )
+
+
 def bind_arguments(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:

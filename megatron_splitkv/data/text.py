@@ -4,16 +4,21 @@ import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_splitkv.config import ConfigError
+
+ROLES: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
 _HELD_OUT_ONE_IN = 32
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Tables of numbers and generated pages: not the text that a target should learn from.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "encodings", "pydoc_data"})
+# ShareGPT writes {"from", "value"}, and calls the two speakers so.
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,29 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat sample: alternating messages, each ``{"role", "content"}``."""
+    """Messages that a chat template turns into text.
 
-    messages: tuple[dict[str, str], ...]
+    Args:
+        messages: each ``{"role", "content"}``, the role one of `ROLES`. Other fields that a
+            template may know (``tool_calls``, ``reasoning_content``) are kept as they are.
+        tools: JSON schemas of the functions that the assistant may call.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """One sample as a user wrote it.
+
+    Args:
+        origin: file, and line if the file has several samples, for messages.
+        content: a plain text or a conversation.
+    """
+
+    origin: str
+    content: str | Conversation
 
 
 def standard_library_text(max_bytes: int | None = None) -> list[TextFile]:
@@ -62,60 +87,121 @@ def standard_library_text(max_bytes: int | None = None) -> list[TextFile]:
     return files
 
 
-def read_samples(paths: Sequence[str | Path]) -> list[str | Conversation]:
-    """Samples of a user's files.
+def read_samples(paths: Sequence[str | Path]) -> Iterator[RawSample]:
+    """Samples of a user's files, in order.
 
     ``*.jsonl``: one sample a line, either ``{"text": ...}`` or
-    ``{"conversations": [{"role", "content"}, ...]}`` (``messages`` is read alike). Anything else
-    is plain text, one sample a file.
+    ``{"conversations": [{"role", "content"}, ...], "tools": [...]}`` (``messages`` is read alike,
+    so are ShareGPT's ``from`` and ``value``; ``tools`` may be left out). Empty lines are skipped.
+    Anything else is plain text, one sample a file.
+
+    JSON lines are read one at a time: memory does not grow with the file.
+
+    Args:
+        paths: the files. Whether each can be opened is checked here, before the first sample.
+
+    Yields:
+        The samples.
 
     Raises:
-        ConfigError: a file that cannot be read, or a broken line (named by its number).
+        ConfigError: a file that cannot be read, a broken line (named by its number), or no sample
+            in any file.
     """
-    samples: list[str | Conversation] = []
-    for path in map(Path, paths):
+    files = [Path(path) for path in paths]
+    for path in files:
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"text file {path} cannot be read: {error}") from error
-        if path.suffix == ".jsonl":
-            samples += [
-                _parse_line(path, number, line)
-                # Not splitlines(): a JSON text may hold other line separators, such as U+2028.
-                for number, line in enumerate(text.split("\n"), start=1)
-                if line.strip()
-            ]
-        elif text.strip():
-            samples.append(text)
-    if not samples:
-        raise ConfigError(f"no text in {', '.join(map(str, paths))}")
-    return samples
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"text file {path} cannot be read: {error.strerror}") from error
+    return _read_all(files)
 
 
-def _parse_line(path: Path, number: int, line: str) -> str | Conversation:
+def _read_all(files: Sequence[Path]) -> Iterator[RawSample]:
+    empty = True
+    for path in files:
+        for sample in _read_lines(path) if path.suffix == ".jsonl" else _read_text(path):
+            empty = False
+            yield sample
+    if empty:
+        raise ConfigError(f"no text in {', '.join(map(str, files))}")
+
+
+def _read_text(path: Path) -> Iterator[RawSample]:
     try:
-        sample = json.loads(line)
-        if "text" in sample:
-            return _encodable(sample["text"])
-        messages = sample["conversations"] if "conversations" in sample else sample["messages"]
-        return Conversation(
-            tuple(
-                {"role": _encodable(m["role"]), "content": _encodable(m["content"])}
-                for m in messages
-            )
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} line {number} is broken ({error!r}); a line is a JSON object with 'text' or "
-            "'conversations'"
-        ) from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"text file {path} cannot be read: {error}") from error
+    if text.strip():
+        yield RawSample(str(path), text)
 
 
-def _encodable(value: object) -> str:
-    text = str(value)
+def _read_lines(path: Path) -> Iterator[RawSample]:
+    # Bytes end a line at a newline only; a JSON text may hold other separators, such as U+2028.
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.isspace():
+                origin = f"{path} line {number}"
+                yield RawSample(origin, _parse_line(origin, line))
+
+
+def _parse_line(origin: str, line: bytes) -> str | Conversation:
+    try:
+        # A lone surrogate cannot be UTF-8, only the escape of a JSON text can write it.
+        sample = json.loads(line.decode("utf-8"))
+        if b"\\ud" in line.lower():
+            _require_encodable(json.dumps(sample, ensure_ascii=False))
+        return _content(sample)
+    except RecursionError as error:
+        raise ConfigError(f"{origin} is broken: it is nested too deeply") from error
+    except ValueError as error:
+        raise ConfigError(f"{origin} is broken: {error}") from error
+
+
+def _content(sample: Any) -> str | Conversation:
+    if not isinstance(sample, dict):
+        raise ValueError("a line must be a JSON object with 'text' or 'conversations'")
+    if sample.get("text") is not None:
+        return _text(sample["text"], "'text'")
+    field = next((f for f in ("conversations", "messages") if sample.get(f) is not None), None)
+    if field is None:
+        raise ValueError("a line must be a JSON object with 'text' or 'conversations'")
+    messages = _objects(sample[field], repr(field))
+    tools = _objects(sample.get("tools") or [], "'tools'")
+    return Conversation(tuple(map(_message, messages)), tuple(tools))
+
+
+def _message(fields: dict[str, Any]) -> dict[str, Any]:
+    if "from" in fields and "role" not in fields:
+        speaker = _text(fields["from"], "'from'")
+        role = _role(_SHAREGPT_ROLES.get(speaker, speaker))
+        return {"role": role, "content": _text(fields.get("value"), "'value'")}
+    message = {**fields, "role": _role(fields.get("role"))}
+    if fields.get("content") is None and fields.get("tool_calls"):
+        return {**message, "content": ""}
+    return {**message, "content": _text(fields.get("content"), "'content'")}
+
+
+def _role(role: Any) -> str:
+    if role not in ROLES:
+        raise ValueError(f"role {role!r} is not known; choose one of: {', '.join(ROLES)}")
+    return str(role)
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{name} must be a list of JSON objects")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, not {type(value).__name__}")
+    return value
+
+
+def _require_encodable(text: str) -> None:
     if has_lone_surrogate(text):
         raise ValueError("half of a surrogate pair is no text")
-    return text
 
 
 def has_lone_surrogate(text: str) -> bool:
@@ -124,17 +210,16 @@ def has_lone_surrogate(text: str) -> bool:
 
 
 def files_as_text(paths: Sequence[str | Path]) -> list[TextFile]:
-    """A user's plain text files, the last 1/32 of each held out.
+    """A user's plain texts, the last 1/32 of each held out.
 
     Raises:
-        ConfigError: a file that cannot be read, or too little text.
+        ConfigError: a file that cannot be read, a conversation, or no text.
     """
     files: list[TextFile] = []
-    for path in map(Path, paths):
-        for number, sample in enumerate(read_samples([path])):
-            if not isinstance(sample, str):
-                raise ConfigError(f"{path} holds conversations; this target reads plain text")
-            cut = len(sample) - len(sample) // _HELD_OUT_ONE_IN
-            files.append(TextFile(f"{path}:{number}", sample[:cut], held_out=False))
-            files.append(TextFile(f"{path}:{number}", sample[cut:], held_out=True))
+    for sample in read_samples(paths):
+        if not isinstance(sample.content, str):
+            raise ConfigError(f"{sample.origin} is a conversation; this target reads plain text")
+        cut = len(sample.content) - len(sample.content) // _HELD_OUT_ONE_IN
+        files.append(TextFile(sample.origin, sample.content[:cut], held_out=False))
+        files.append(TextFile(sample.origin, sample.content[cut:], held_out=True))
     return files

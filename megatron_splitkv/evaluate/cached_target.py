@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_splitkv.data.target import import_transformers, tapped_layers
+from megatron_splitkv.data.target import import_transformers
+from megatron_splitkv.data.target_states import cache_keyword, tapped_layers
 from megatron_splitkv.evaluate.cache_rows import (
     append_rows,
     can_hold_texts,
@@ -31,12 +32,13 @@ class CachedTarget:
 
     Args:
         model: a Hugging Face causal language model, from `data.target.load_target`.
-        collect: features of the last forward pass, from `data.target.tapped_layers`.
+        collect: features of the last forward pass, from `data.target_states.tapped_layers`.
     """
 
     def __init__(self, model: Any, collect: Callable[[], torch.Tensor]) -> None:
         self._model = model
         self._collect = collect
+        self._cache_keyword = cache_keyword(model)
         self._cache: Any = None
         self._lengths: list[int] = []
         self._unread = 0  # columns of the last blocks, before `keep`
@@ -152,10 +154,13 @@ class CachedTarget:
             starts = width - torch.tensor(lengths, device=device)
             mask = (torch.arange(width + m, device=device) >= starts[:, None]).long()
         with torch.inference_mode():
-            # By position: ids, mask, positions, cache. Transformers 5 renames the cache's keyword
-            # (`past_key_values`, `cache`) on the way, its place has always been the fourth.
             logits = self._model(
-                ids, mask, positions, cache, use_cache=True, logits_to_keep=int(last_only)
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=int(last_only),
+                **{self._cache_keyword: cache},
             ).logits
         return logits, self._collect()
 

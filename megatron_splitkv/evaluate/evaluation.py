@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.prepare import Stages
+from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.target import Progress
 from megatron_splitkv.evaluate.cached_target import CachedTarget, can_batch, target_texts
 from megatron_splitkv.evaluate.draft_model import DraftModel

@@ -13,7 +13,6 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 
 from megatron_splitkv.attention.choice import block_order_of
 from megatron_splitkv.config import ConfigError, require_choice
-from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.loss import check_token_count
 from megatron_splitkv.recipes.data import FeatureStoreProvider
@@ -62,7 +61,7 @@ class DFlashConfigContainer(ConfigContainer):
         self._check_against(store)
         for documents in (store, valid_store):
             if documents is not None:  # packing refuses documents that are longer than a pack
-                PackedEpochs(documents.lengths, self.model.seq_length, self.dataset.seed)
+                self.dataset.pack(documents, self.model.seq_length)
                 check_teacher(self.model.dflash, str(documents.path), documents.meta)
         self._complete_evaluation(valid_store)
         self._check_by_bridge()
@@ -118,9 +117,7 @@ class DFlashConfigContainer(ConfigContainer):
         if valid_store is None:
             validation.eval_iters = 0
         elif validation.eval_iters is None:
-            packs = PackedEpochs(
-                valid_store.lengths, self.model.seq_length, self.dataset.seed
-            ).num_packs(0)
+            packs = self.dataset.pack(valid_store, self.model.seq_length).num_packs(0)
             validation.eval_iters = -(-packs // validation.eval_global_batch_size)
 
     def get_data_parallel_size(self, world_size: int) -> int:

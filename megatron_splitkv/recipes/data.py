@@ -36,6 +36,7 @@ class FeatureStoreProvider(DatasetProvider):
         verify_feature_store: ``size``, ``full``, or ``auto``: full up to 1 GiB.
         target_id: refuse a store of any other target.
         num_anchors: draft blocks per document and step.
+        max_anchors_per_pack: anchor budget of a pack, see `PackedEpochs`.
         plan_strategy: how context rows are assigned to context-parallel ranks.
         chunks_per_rank: context chunks that each rank gets; None lets the planner choose.
         seed: of the order of the documents and of the anchors.
@@ -47,6 +48,7 @@ class FeatureStoreProvider(DatasetProvider):
     verify_feature_store: str = "auto"
     target_id: str | None = None
     num_anchors: int = 512
+    max_anchors_per_pack: int | None = None
     plan_strategy: str = "balanced"
     chunks_per_rank: int | None = None
     seed: int = 1234
@@ -75,11 +77,12 @@ class FeatureStoreProvider(DatasetProvider):
         require_choice(
             "dataset.verify_feature_store", self.verify_feature_store, ("auto", "size", "full")
         )
-        for name in ("num_anchors", "chunks_per_rank"):
+        for name in ("num_anchors", "max_anchors_per_pack", "chunks_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"dataset.{name} {value} is too small; it must be at least 1")
         store = open_store(self.feature_store, self.verify_feature_store)
+        store.require_features()
         if self.target_id is not None and self.target_id != store.meta.target.id:
             raise ConfigError(
                 f"{self.feature_store} holds features of target {store.meta.target.id!r}, "
@@ -88,11 +91,30 @@ class FeatureStoreProvider(DatasetProvider):
         valid_store = None
         if self.valid_feature_store is not None:
             valid_store = open_store(self.valid_feature_store, self.verify_feature_store)
+            valid_store.require_features()
             check_same_target(
                 self.feature_store, store.meta, self.valid_feature_store, valid_store.meta
             )
         self._stores = (store, valid_store)
         return self._stores
+
+    def pack(self, store: FeatureStore, seq_length: int) -> PackedEpochs:
+        """The order of a store's packs.
+
+        Packs are not dealt to replicas by their cost: Bridge does not tell a provider how many
+        samples were consumed.
+
+        Args:
+            store: of `open`.
+            seq_length: tokens of a pack.
+        """
+        return PackedEpochs(
+            store.lengths,
+            seq_length,
+            self.seed,
+            num_anchors=self.num_anchors,
+            max_anchors=self.max_anchors_per_pack,
+        )
 
     def draw_for(
         self,
@@ -154,7 +176,7 @@ class FeatureStoreProvider(DatasetProvider):
         assert self._drawing is not None
         return PackDataset(
             store,
-            PackedEpochs(store.lengths, self._drawing.seq_length, self.seed),
+            self.pack(store, self._drawing.seq_length),
             self._drawing.recipe,
             num_items=num_items,
             cp_rank=cp_group.rank(),

@@ -20,6 +20,8 @@ from megatron_splitkv.config import CP_COMM_TYPES, KERNELS, PLAN_STRATEGIES
 from megatron_splitkv.data.meta import StoreMeta
 from megatron_splitkv.train.drafter_arguments import add_drafter_arguments
 from megatron_splitkv.train.initial_drafter import add_initial_drafter_argument
+from megatron_splitkv.train.online_arguments import add_online_arguments
+from megatron_splitkv.train.packing_arguments import add_packing_arguments
 
 # Published recipe of DFlash: warm-up over 4 % of the steps.
 _WARMUP_FRACTION = 0.04
@@ -120,8 +122,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Draft blocks per document and step. Default: 512.",
     )
+    add_packing_arguments(group)
     add_drafter_arguments(group)
     add_initial_drafter_argument(group)
+    add_online_arguments(group)
     group.add_argument(
         "--plan-strategy",
         metavar="NAME",

@@ -8,11 +8,14 @@ a word, and no rank reads context rows of another.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from megatron_splitkv.batch import get_batch_on_this_cp_rank
+from megatron_splitkv.data.dealing import Dealing
 from megatron_splitkv.data.packing import (
+    Pack,
     PackedEpochs,
     draw_blocks,
     feature_reader,
@@ -24,6 +27,7 @@ from megatron_splitkv.plan import build_plan, fitting_chunks
 from megatron_splitkv.plan.cost import PlanCost
 
 PLAN_PREFIX = "plan."
+PACK_PREFIX = "pack."
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,12 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
         num_items: length that the sampler sees.
         cp_rank: this rank in its context-parallel group.
         cp_size: ranks of that group.
+        dealing: which item takes an index's place, so that data-parallel replicas have equally
+            much to do; None for the index's own.
         period: items repeat after so many: an evaluation that takes this many sees the same packs
             and the same anchors every time. None for training.
+        online: a target in the job computes the features: an item is the pack itself, alike on all
+            ranks, and its plan.
     """
 
     def __init__(
@@ -81,7 +89,9 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
         num_items: int,
         cp_rank: int,
         cp_size: int,
+        dealing: Dealing | None = None,
         period: int | None = None,
+        online: bool = False,
     ) -> None:
         self.store = store
         self.packing = packing
@@ -89,14 +99,21 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
         self.num_items = num_items
         self.cp_rank = cp_rank
         self.cp_size = cp_size
+        self.dealing = dealing
         self.period = period
+        self.online = online
 
     def __len__(self) -> int:
         return self.num_items
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """The rank's batch, and the plan's arrays under names that start with `PLAN_PREFIX`."""
-        item = index if self.period is None else index % self.period
+        """The rank's batch, and the plan's arrays under names that start with `PLAN_PREFIX`.
+
+        Online it is the pack's arrays, under names that start with `PACK_PREFIX`, and the plan's.
+        """
+        item = index if self.dealing is None else self.dealing.item(index)
+        if self.period is not None:
+            item %= self.period
         recipe = self.recipe
         pack = read_pack(self.store, self.packing.pack_documents(item))
         layout = draw_blocks(
@@ -117,6 +134,9 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
             windows=recipe.windows,
             block_order=recipe.block_order,
         )
+        plan_arrays = _tensors(PLAN_PREFIX, plan.to_arrays())
+        if self.online:
+            return _tensors(PACK_PREFIX, vars(pack)) | plan_arrays
         batch = get_batch_on_this_cp_rank(
             pack,
             plan,
@@ -128,26 +148,31 @@ class PackDataset(Dataset[dict[str, torch.Tensor]]):
                 final_hidden_reader(self.store, pack) if recipe.final_hidden else None
             ),
         )
-        arrays = {PLAN_PREFIX + name: array for name, array in plan.to_arrays().items()}
-        return batch | {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return batch | plan_arrays
+
+
+def _tensors(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {prefix + name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def split_batch(
     collated: dict[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor] | Pack, dict[str, Any]]:
     """Undo the collation of one item.
 
     Args:
         collated: what a loader with micro-batch size 1 yields.
 
     Returns:
-        The batch without its leading dimension, and the arrays of its plan, see
-        `ContextPlan.from_arrays`.
+        The batch without its leading dimension, or the pack where a target in the job computes the
+        features; and the arrays of its plan, see `ContextPlan.from_arrays`.
     """
-    batch, arrays = {}, {}
+    plan_arrays, pack_arrays, batch = {}, {}, {}
     for name, tensor in collated.items():
         if name.startswith(PLAN_PREFIX):
-            arrays[name.removeprefix(PLAN_PREFIX)] = tensor[0].numpy()
+            plan_arrays[name.removeprefix(PLAN_PREFIX)] = tensor[0].numpy()
+        elif name.startswith(PACK_PREFIX):
+            pack_arrays[name.removeprefix(PACK_PREFIX)] = tensor[0].numpy()
         else:
             batch[name] = tensor[0]
-    return batch, arrays
+    return Pack(**pack_arrays) if pack_arrays else batch, plan_arrays

@@ -14,10 +14,13 @@ from megatron.training import get_args, get_timers, print_rank_0
 
 from megatron_splitkv.attention import SplitKVOptions
 from megatron_splitkv.attention.strategies import LAYER_LABELS
-from megatron_splitkv.batch import Prefetch
+from megatron_splitkv.batch import Prefetch, get_online_batch_on_this_cp_rank
 from megatron_splitkv.comm import CommMeter
+from megatron_splitkv.data.packing import Pack
+from megatron_splitkv.online.source import OnlineTarget
 from megatron_splitkv.plan import ContextPlan
 from megatron_splitkv.train.dataset import split_batch
+from megatron_splitkv.train.online_arguments import OpenTarget
 from megatron_splitkv.train.same_plan import check_same_plan, host_group
 
 _WHOM = {"all": "all ranks", "group": "the ranks that hold keys which they see"}
@@ -38,21 +41,27 @@ class ForwardStep:
     - ``plan imbalance``: largest work of a rank over the mean, minus one.
     - ``plan wait ms``: how long a rank stood until its pack was read and planned.
     - ``bytes per layer``: what a rank sends in one layer, forward and backward.
+    - ``target bytes``, with a target in the job: what a rank sends to bring the features that it
+      computed to the ranks of the plan.
 
     It counts what is sent, and reads ahead, until it is closed or dropped or the process exits.
 
     Args:
         timers: returns Megatron's timers; by default its global ones.
         progress: returns the share of the training that is done, in [0, 1).
+        open_target: makes the target that computes the features of packs that come without.
     """
 
     def __init__(
         self,
         timers: Callable[[], Any] = get_timers,
         progress: Callable[[], float] = lambda: training_progress(get_args()),
+        open_target: OpenTarget | None = None,
     ) -> None:
         self._timers = timers
         self._progress = progress
+        self._open_target = open_target
+        self._target: OnlineTarget | None = None
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         opened = ExitStack()
         self._meter = opened.enter_context(CommMeter())
@@ -83,8 +92,8 @@ class ForwardStep:
         waited = time.perf_counter() - asked
         batch, arrays = split_batch(item)
         plan = ContextPlan.from_arrays(arrays)
-        trained_tokens = int(batch["block_label_mask"].sum())  # before it moves: no device waits
-        batch = {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
+        if not isinstance(batch, Pack):
+            batch, trained_tokens = self._to_device(batch)
         timers("batch-generator").stop()
 
         drafter = unwrap_model(model)
@@ -100,6 +109,13 @@ class ForwardStep:
                 said += _how_queries_travel(plan, attention.options, attention.node_ranks)
             print_rank_0(said)
 
+        of_target: dict[str, tuple[float, float]] = {}
+        if isinstance(batch, Pack):
+            timers("online-target", log_level=2).start()
+            batch, trained_tokens = self._to_device(self._online_batch(batch, plan, drafter))
+            of_target = {"target bytes": (float(self._meter.bytes()), 1.0)}
+            timers("online-target").stop()
+
         drafter.training_progress = self._progress()
         self._meter.clear()
         loss, num_tokens, report = model(batch, plan)
@@ -109,6 +125,7 @@ class ForwardStep:
             "plan imbalance": (plan.imbalance, 1.0),
             "plan wait ms": (1e3 * waited, 1.0),
             "bytes per layer": (self._layer_bytes() / num_layers, 1.0),
+            **of_target,
         }
         # One copy, which the host does not wait for.
         pairs = torch.tensor(list(mine.values())).to(loss, non_blocking=True)
@@ -120,6 +137,33 @@ class ForwardStep:
     def close(self) -> None:
         """Leave the meter and end the threads that read ahead; the step cannot be used again."""
         self._close()
+
+    def _to_device(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        """The batch where the model is, and how many slots of it are trained."""
+        trained_tokens = int(batch["block_label_mask"].sum())  # before it moves: no device waits
+        moved = {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
+        return moved, trained_tokens
+
+    def _online_batch(self, pack: Pack, plan: ContextPlan, drafter: Any) -> dict[str, torch.Tensor]:
+        """The batch of a pack whose features the target computes now."""
+        groups, dflash = drafter.pg_collection, drafter.dflash
+        if self._target is None:
+            assert self._open_target is not None, "packs without features need a target"
+            self._target = self._open_target(groups)
+        features, final_hidden = self._target.states(
+            pack.token_ids, pack.cu_seqlens, groups.cp.rank()
+        )
+        self._meter.clear()  # of what the target's own layers moved
+        return get_online_batch_on_this_cp_rank(
+            pack,
+            plan,
+            self._target.source(pack.cu_seqlens),
+            features,
+            groups.cp,
+            mask_token_id=dflash.mask_token_id,
+            label_shift=dflash.label_shift,
+            final_hidden=final_hidden if dflash.needs_final_hidden else None,
+        )
 
     def _add_backward(self, loss: torch.Tensor, pair: torch.Tensor, num_layers: int) -> None:
         """Add to a layer's bytes what backward sends, when it has."""

@@ -6,7 +6,6 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_splitkv.attention.choice import block_order_of
-from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.kinds import model_class
 from megatron_splitkv.drafter.model import DFlashModel
@@ -14,6 +13,11 @@ from megatron_splitkv.drafter.specs import get_dflash_layer_spec
 from megatron_splitkv.train.arguments import splitkv_options
 from megatron_splitkv.train.dataset import BlockRecipe, PackDataset
 from megatron_splitkv.train.initial_drafter import load_initial_weights
+from megatron_splitkv.train.packing_arguments import (
+    deal_evaluation,
+    deal_training,
+    packed_epochs,
+)
 from megatron_splitkv.train.setup import TrainingSetup
 from megatron_splitkv.train.strategy_choice import plan_cost_of
 
@@ -68,14 +72,21 @@ class DatasetsProvider:
             block_order=block_order_of(args.cp_comm_type),
             final_hidden=dflash.needs_final_hidden,
         )
+        packing = packed_epochs(args, store.lengths)
+        if period is None:
+            dealing = deal_training(args, dflash, packing)
+        else:
+            dealing = deal_evaluation(args, dflash, packing, period)
         return PackDataset(
             store,
-            PackedEpochs(store.lengths, args.seq_length, args.seed),
+            packing,
             recipe,
             num_items=num_items,
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=parallel_state.get_context_parallel_world_size(),
+            dealing=dealing,
             period=period,
+            online=self.setup.open_target is not None,
         )
 
 

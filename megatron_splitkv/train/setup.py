@@ -13,7 +13,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron_splitkv import compat
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.cpu import enable_cpu_mode
-from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.config import DFlashConfig
 from megatron_splitkv.drafter.transformer_config import check_transformer_config
@@ -27,6 +26,8 @@ from megatron_splitkv.train.initial_drafter import (
     take_architecture,
     typed_options,
 )
+from megatron_splitkv.train.online_arguments import OpenTarget, features_meta, open_online_target
+from megatron_splitkv.train.packing_arguments import packed_epochs
 from megatron_splitkv.train.resume import check_resumable
 from megatron_splitkv.train.strategy_choice import resolve_auto
 from megatron_splitkv.train.validate import (
@@ -51,6 +52,8 @@ class TrainingSetup:
         valid_store: held-out documents, if any.
         initial_weights: whole tensors to start from, by Megatron's names; the model provider
             empties it.
+        open_target: makes the target that computes features in the job; None if the stores have
+            them.
     """
 
     args: argparse.Namespace
@@ -59,6 +62,7 @@ class TrainingSetup:
     store: FeatureStore
     valid_store: FeatureStore | None
     initial_weights: dict[str, torch.Tensor] | None = None
+    open_target: OpenTarget | None = None
 
 
 def prepare_training() -> TrainingSetup:
@@ -94,29 +98,30 @@ def prepare_training() -> TrainingSetup:
     store = open_store(args.feature_store, args.verify_feature_store)
     # No checkpoint holds them, so nothing else notices when they are not what was trained with.
     store.check_frozen()
+    meta = features_meta(args, store)
     valid_store = None
     if args.valid_feature_store is not None:
         valid_store = open_store(args.valid_feature_store, args.verify_feature_store)
         check_same_target(
-            args.feature_store, store.meta, args.valid_feature_store, valid_store.meta
+            args.feature_store, meta, args.valid_feature_store, features_meta(args, valid_store)
         )
     for documents in (store, valid_store):
         if documents is not None:  # packing refuses documents that are longer than a pack
-            PackedEpochs(documents.lengths, args.seq_length, args.seed)
-    check_target(args, store.meta)
-    complete_arguments(args, store.meta)
+            packed_epochs(args, documents.lengths)
+    check_target(args, meta)
+    complete_arguments(args, meta)
     _complete_evaluation(args, valid_store)
-    check_against_store(args, store.meta)
+    check_against_store(args, meta)
     compat.validate_args(args)
     reason = resolve_auto(args, store)
     if reason is not None and args.rank == 0:
         print(reason, flush=True)
 
-    dflash = drafter_config(args, store.meta)
+    dflash = drafter_config(args, meta)
     _check_token_count(args, store, dflash)
     for path, documents in ((args.feature_store, store), (args.valid_feature_store, valid_store)):
         if documents is not None:
-            check_teacher(dflash, path, documents.meta)
+            check_teacher(dflash, path, features_meta(args, documents))
     config = compat.transformer_config(args)
     check_transformer_config(config, dflash)
     for option, folder in (("--load", args.load), ("--save", args.save)):
@@ -124,12 +129,18 @@ def prepare_training() -> TrainingSetup:
             check_checkpoint_folder(option, folder, dflash, store.meta.target)
     check_resumable(args)
     initial_weights = read_initial_weights(args, dflash, store)
+    open_target = open_online_target(
+        args,
+        meta,
+        [documents for documents in (store, valid_store) if documents is not None],
+        final_hidden=dflash.needs_final_hidden,
+    )
     if args.save is not None:
         check_writable("--save", args.save)
     if args.save is not None and args.rank == 0:
         write_drafter_config(args.save, dflash, store.meta.target)
     compat.publish_args(args)
-    return TrainingSetup(args, config, dflash, store, valid_store, initial_weights)
+    return TrainingSetup(args, config, dflash, store, valid_store, initial_weights, open_target)
 
 
 def check_writable(option: str, folder: str) -> None:
@@ -174,7 +185,7 @@ def _complete_evaluation(args: argparse.Namespace, valid_store: FeatureStore | N
             or args.global_batch_size
             or args.world_size // model_parallel
         )
-        packs = PackedEpochs(valid_store.lengths, args.seq_length, args.seed).num_packs(0)
+        packs = packed_epochs(args, valid_store.lengths).num_packs(0)
         args.eval_iters = -(-packs // packs_per_step)
 
 

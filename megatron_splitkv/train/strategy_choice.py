@@ -18,11 +18,12 @@ from megatron_splitkv.comm.links import Links
 from megatron_splitkv.comm.topology import launched_ranks_per_node, split_by_node
 from megatron_splitkv.config import CP_COMM_TYPES
 from megatron_splitkv.data.anchors import BlockLayout
-from megatron_splitkv.data.packing import PackedEpochs, draw_blocks, read_pack
+from megatron_splitkv.data.packing import draw_blocks, read_pack
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import build_plan, fitting_chunks
 from megatron_splitkv.plan.cost import PlanCost
 from megatron_splitkv.train.arguments import splitkv_options
+from megatron_splitkv.train.packing_arguments import packed_epochs
 
 _PLANS = ("balanced", "balanced-local")
 _PACKS = 8  # of the first epoch; documents and anchors as training will see them
@@ -132,7 +133,7 @@ def _node_ranks(args: argparse.Namespace) -> int:
 
 def _layouts(args: argparse.Namespace, store: FeatureStore) -> list[tuple[BlockLayout, int]]:
     """Draft blocks and context rows of the first packs."""
-    packing = PackedEpochs(store.lengths, args.seq_length, args.seed)
+    packing = packed_epochs(args, store.lengths)
     layouts = []
     for item in range(min(_PACKS, packing.num_packs(0))):
         pack = read_pack(store, packing.pack_documents(item))

@@ -23,6 +23,8 @@ from megatron_splitkv.data.meta import StoreMeta, check_mask_token
 from megatron_splitkv.drafter.config import LOSS_WEIGHTS, DFlashConfig
 from megatron_splitkv.plan.hypergraph import import_kahypar
 from megatron_splitkv.train.arguments import splitkv_options
+from megatron_splitkv.train.online_arguments import check_online_arguments
+from megatron_splitkv.train.packing_arguments import check_packing
 from megatron_splitkv.train.unsupported import check_unsupported
 
 
@@ -51,6 +53,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             import_kahypar()  # now, not when the first pack is planned
     require_choice("--attention-kernel", args.attention_kernel, KERNELS)
     _check_loss(args)
+    check_online_arguments(args)
+    check_packing(args)
     options = splitkv_options(args)
     check_cp_comm_type(args.cp_comm_type, args.num_layers, options)
     selective = args.recompute_activations or args.recompute_granularity == "selective"

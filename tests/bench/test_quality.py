@@ -22,7 +22,7 @@ from megatron_splitkv.cli import main
 from megatron_splitkv.cli.bench_quality_decoding import HeldOutDecoding
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.packing import PackedEpochs
-from megatron_splitkv.data.prepare import Stages
+from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.target import load_target
 from megatron_splitkv.data.text import TextFile

@@ -18,7 +18,8 @@ from megatron_splitkv.data.packing import final_hidden_reader, read_pack
 from megatron_splitkv.data.shard import seal_index
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.store_writer import FeatureStoreWriter
-from megatron_splitkv.data.target import check_final_hidden, document_states, load_target
+from megatron_splitkv.data.target import load_target
+from megatron_splitkv.data.target_states import check_final_hidden, document_states
 from megatron_splitkv.testing.synthetic import make_synthetic_store
 
 TARGET = TargetInfo(
@@ -134,9 +135,9 @@ def test_a_version_newer_than_the_reader_is_refused(tmp_path: Path) -> None:
     path = _write(tmp_path / "s", final_hidden=True)
     index = json.loads((path / "index.json").read_text())
     assert index["schema_version"] == 2
-    for version in (3, 0, [1], "2", None):
+    for version in (4, 0, [1], "2", None):
         (path / "index.json").write_text(json.dumps(index | {"schema_version": version}))
-        with pytest.raises(ConfigError, match="this version reads 1 to 2"):
+        with pytest.raises(ConfigError, match="this version reads 1 to 3"):
             FeatureStore(path)
 
 
@@ -164,7 +165,8 @@ def test_they_are_what_the_head_reads(target_folder: Path) -> None:
     check_final_hidden(model)
     generator = torch.Generator().manual_seed(2)
     documents = [torch.randint(256, (n,), generator=generator) for n in (9, 33, 1, 17)]
-    states = {i: final for i, _, final in document_states(model, documents, (1, 2))}
+    pieces = document_states(model, documents, (1, 2))
+    states = {piece.document: piece.final_hidden for piece in pieces}
     for i, ids in enumerate(documents):
         read, logits = _head_inputs(model, ids)
         torch.testing.assert_close(states[i], read, rtol=1e-4, atol=1e-4)

@@ -25,7 +25,7 @@ def test_every_document_exactly_once_in_each_epoch() -> None:
         item += len(packs)
         assert sorted(np.concatenate(packs).tolist()) == list(range(2500))
         assert max(LENGTHS[pack].sum() for pack in packs) <= 256
-        assert LENGTHS.sum() / (256 * len(packs)) > 0.95
+        assert LENGTHS.sum() / (256 * len(packs)) > 0.92  # two and a half documents a pack
 
 
 def test_items_depend_on_their_index_alone() -> None:
@@ -52,9 +52,41 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(epochs[0] & epochs[1]) < 0.3 * first
 
 
+def _first_epoch(packing: PackedEpochs) -> list[np.ndarray]:
+    return [packing.pack_documents(i) for i in range(packing.num_packs(0))]
+
+
+def test_an_anchor_budget_holds_and_drops_nothing() -> None:
+    packing = PackedEpochs(LENGTHS, 1024, seed=3, num_anchors=20, max_anchors=160)
+    anchors = np.minimum(LENGTHS - 1, 20)
+    packs = _first_epoch(packing)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(2500))
+    assert max(anchors[pack].sum() for pack in packs) <= 160
+    assert max(LENGTHS[pack].sum() for pack in packs) <= 1024
+    unbound = _first_epoch(PackedEpochs(LENGTHS, 1024, seed=3, num_anchors=20))
+    assert max(anchors[pack].sum() for pack in unbound) > 160
+    assert anchors.sum() / (160 * len(packs)) > 0.95
+
+
+def test_a_document_above_the_anchor_budget_has_a_pack_of_its_own() -> None:
+    lengths = np.array([50, 9, 50, 5, 1, 50])
+    packs = _first_epoch(PackedEpochs(lengths, 100, seed=0, num_anchors=30, max_anchors=12))
+    holding = [set(pack.tolist()) - {4} for pack in packs]  # document 4 has no anchor
+    assert [{0}, {2}, {5}, {1, 3}] == sorted(holding, key=lambda pack: (len(pack), min(pack)))
+    assert sum(map(len, packs)) == 6
+    with pytest.raises(ConfigError, match="--max-anchors-per-pack 0 is too small"):
+        PackedEpochs(lengths, 100, seed=0, max_anchors=0)
+
+
+def test_a_budget_that_never_binds_changes_no_pack() -> None:
+    free = _first_epoch(PackedEpochs(LENGTHS, 256, seed=3, num_anchors=7))
+    wide = _first_epoch(PackedEpochs(LENGTHS, 256, seed=3, num_anchors=1, max_anchors=10**9))
+    assert all(map(np.array_equal, free, wide))
+
+
 def test_packs_are_mixed_and_no_place_prefers_long_documents() -> None:
     packing = PackedEpochs(LENGTHS, 1024, seed=3)
-    packs = [packing.pack_documents(i) for i in range(packing.num_packs(0))]
+    packs = _first_epoch(packing)
     assert max(map(len, packs)) < 3 * np.mean([len(pack) for pack in packs])
     difference = [LENGTHS[pack[0]] - LENGTHS[pack[-1]] for pack in packs]
     assert abs(np.mean(difference)) < 3 * np.std(difference) / len(packs) ** 0.5

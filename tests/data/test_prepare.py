@@ -1,225 +1,301 @@
-"""`splitkv prepare` from the command line: what it leaves, and what it refuses."""
+"""Preparation goes on where it stopped, in any number of processes, to the same bytes."""
 
+import hashlib
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_splitkv.cli import main
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.recipe_folder import _mask_token
-from megatron_splitkv.data.recipe_smollm2 import SmolLM2Budget
-from megatron_splitkv.data.recipe_tiny import TinyBudget
+from megatron_splitkv.data.answer_units import AnswerUnits
+from megatron_splitkv.data.chat import encode_sample
+from megatron_splitkv.data.feature_units import FeatureUnits
+from megatron_splitkv.data.prepare import PrepareOptions, prepare
+from megatron_splitkv.data.recipe_folder import FolderRecipe
+from megatron_splitkv.data.regenerate import Regeneration
+from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.store import FeatureStore
-from megatron_splitkv.data.target import document_features, greedy_responses, load_target
-from megatron_splitkv.data.text import standard_library_text
+from megatron_splitkv.data.target import load_target, load_tokenizer
+from megatron_splitkv.data.target_states import document_states
+from megatron_splitkv.data.text import read_samples
+from megatron_splitkv.data.work import Worker
 
-TEXT = "".join(f"def f{i}(x):\n    return x + {i} * {i * i}\n" for i in range(4000))
+SAMPLES = 40
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# About six documents a shard.
+OPTIONS = PrepareOptions(mask_token_id=257, max_shard_bytes=60_000, device="cpu", batch_tokens=64)
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    (folder / "text.txt").write_text(TEXT)
-    arguments = ["--target", "tiny", "--minutes", "0.2", "--text", str(folder / "text.txt")]
-    assert main(["prepare", "--output", str(folder / "run"), *arguments]) == 0
-    return folder / "run"
+def target(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    load_target(target_folder).save_pretrained(folder)
+    tokenizer = load_tokenizer(target_folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-def test_tiny_leaves_a_whole_run(run_folder: Path) -> None:
-    train = FeatureStore(run_folder / "train", verify="full")
-    valid = FeatureStore(run_folder / "valid", verify="full")
-    assert train.meta == valid.meta
-    assert train.meta.target_layer_ids == (1, 2)
-    assert set(train.lengths) == set(valid.lengths) == {128}
-    assert train.loss_mask(0).tolist() == [False] * 32 + [True] * 96
-    summary = json.loads((run_folder / "prepare.json").read_text())
-    assert summary["train"]["documents"] == len(train) == 40
-    assert summary["train"]["supervised_tokens"] == 40 * 96
-    assert summary["train"]["bytes"] == sum(
-        file.stat().st_size for file in (run_folder / "train").iterdir()
-    )
-    assert summary["target_folder"] == "target"
-    assert summary["target_checksum"] == train.meta.target.checksum
-    assert {"train target", "respond", "train features", "valid features"} == set(
-        summary["seconds"]
-    )
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    with open(path, "w") as lines:
+        for i in range(SAMPLES):
+            question = {"role": "user", "content": f"{i}: " + "why " * (1 + 7 * i % 11)}
+            answer = {"role": "assistant", "content": "because " * (1 + 5 * i % 9)}
+            sample = {"conversations": [question, answer]} if i % 4 else {"text": "word " * (i + 2)}
+            lines.write(json.dumps(sample) + "\n")
+    return path
 
 
-def test_stored_rows_are_the_target_s_own(run_folder: Path) -> None:
-    store, model = FeatureStore(run_folder / "train"), load_target(run_folder / "target")
-    embedding, head = store.frozen()
-    assert torch.equal(embedding, model.get_input_embeddings().weight)
-    assert torch.equal(head, model.get_output_embeddings().weight)
-    ids = torch.from_numpy(store.token_ids(5))
-    ((_, features),) = document_features(model, [ids], (1, 2))
-    torch.testing.assert_close(store.read_features(5, 0, 128), features, rtol=1e-4, atol=1e-4)
-    (response,) = greedy_responses(model, [ids[:32]], 96, batch_size=1)
-    assert response.tolist() == ids[32:].tolist()
-
-
-def test_held_out_prompts_occur_in_no_training_document(run_folder: Path) -> None:
-    lines = (run_folder / "prompts.jsonl").read_text().splitlines()
-    prompts = [bytes(json.loads(line)["token_ids"]) for line in lines]
-    assert len(set(prompts)) == len(prompts) == 48
-    cut = TEXT.encode()[: len(TEXT) - len(TEXT) // 32]
-    train = FeatureStore(run_folder / "train")
-    assert all(bytes(train.token_ids(i)[:32].astype(np.uint8).tolist()) in cut for i in range(40))
-    assert not any(prompt in cut for prompt in prompts)
-    valid = FeatureStore(run_folder / "valid")
-    heads = {bytes(valid.token_ids(i)[:32].astype(np.uint8).tolist()) for i in range(len(valid))}
-    assert not heads & set(prompts)
-
-
-def test_a_prepared_run_is_replaced_only_on_request(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT[: len(TEXT) // 2])
-    output = tmp_path / "run"
-    arguments = ["prepare", "--target", str(run_folder / "target"), "--text", str(text)]
-    (tmp_path / "more.txt").write_text("x = 1\n" * 30)
-    arguments += [str(tmp_path / "more.txt"), "--output", str(output), "--sequence-length", "100"]
-    assert main(arguments) == 0  # the tokenizer names its mask token
-    assert main([*arguments, "--mask-token-id", "257"]) == 2
-    assert "already holds a prepared run" in capsys.readouterr().err
-    assert main([*arguments, "--mask-token-id", "257", "--overwrite", "--dtype", "bfloat16"]) == 0
-    assert FeatureStore(output / "train").meta.dtype == "bfloat16"
-
-
-def test_folder_recipe_reads_json_lines_and_counts_what_it_cut(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [json.dumps({"text": TEXT[i * 50 : i * 50 + 40 + i]}) for i in range(35)]
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    arguments = ["--target", str(run_folder / "target"), "--output", str(tmp_path / "run")]
-    arguments += ["--text", str(tmp_path / "x.jsonl"), "--sequence-length", "64", "--json"]
-    arguments += ["--target-layer-ids", "0,3", "--mask-token-id", "257"]
-    assert main(["prepare", *arguments]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["truncated"] == 10
-    assert summary["target_layer_ids"] == [0, 3]
-    assert summary["train"]["documents"] == 33
-    assert summary["valid"]["documents"] == summary["prompts"] == 2
-    store = FeatureStore(tmp_path / "run" / "train")
-    assert store.lengths.max() == 64
-    assert (tmp_path / "run" / summary["target_folder"]).resolve() == run_folder / "target"
-
-
-def test_conversations_carry_loss_on_the_last_message(run_folder: Path, tmp_path: Path) -> None:
-    from megatron_splitkv.data.target import load_tokenizer
-
-    target = tmp_path / "chat"
-    load_target(run_folder / "target").save_pretrained(target)
-    tokenizer = load_tokenizer(run_folder / "target")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    tokenizer.save_pretrained(target)
-    sample = {
-        "conversations": [
-            {"role": "user", "content": "why?"},
-            {"role": "assistant", "content": "because"},
-        ]
+def checksums(output: Path) -> dict[str, str]:
+    return {
+        path.relative_to(output).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in output.rglob("*")
+        if path.is_file() and path.name != "prepare.json"
     }
-    (tmp_path / "x.jsonl").write_text("\n".join([json.dumps(sample)] * 2))
-    arguments = ["--target", str(target), "--output", str(tmp_path / "run")]
-    arguments += ["--text", str(tmp_path / "x.jsonl"), "--mask-token-id", "257"]
-    assert main(["prepare", *arguments]) == 0
-    store = FeatureStore(tmp_path / "run" / "train")
-    ids, mask = store.token_ids(0), store.loss_mask(0)
-    assert bytes(ids[~mask].tolist()) == b"<user>why?;<assistant>"
-    assert bytes(ids[mask].tolist()) == b"because;"
-    prompt = json.loads((tmp_path / "run" / "prompts.jsonl").read_text())
-    assert prompt["text"] == "<user>why?;<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "nowhere"], "neither tiny, smollm2 nor a folder"),
-        (["--minutes", "0"], "--minutes 0.0 must be more than 0"),
-        (["--sequence-length", "1"], "--sequence-length 1 must be at least 2"),
-        (["--mask-token-id", "3"], "does not apply to tiny"),
-        (["--text", "missing.txt"], "cannot be read"),
-        (["--target-layer-ids", "1,9"], "target layer 9 does not exist"),
-        (["--target", "{target}"], "needs --text FILE"),
-        (
-            ["--target", "{target}", "--text", "{text}", "--mask-token-id", "256"],
-            "is the end-of-sequence token",
-        ),
-        (
-            ["--target", "{target}", "--text", "{text}", "--mask-token-id", "32"],
-            "mask token 32 occurs",
-        ),
-        (
-            ["--target", "{target}", "--text", "{text}", "--mask-token-id", "999"],
-            "outside the vocabulary of 258",
-        ),
-        (["--target", "{target}", "--text", "{one}", "--mask-token-id", "257"], "too few"),
-        (["--target", "{target}", "--text", "{broken}", "--mask-token-id", "257"], "line 2"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    run_folder: Path,
+@pytest.fixture(scope="module")
+def whole(target: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert prepare(FolderRecipe(target, [text]), output, OPTIONS) is not None
+    return output
+
+
+def test_documents_lie_in_the_order_of_the_text(whole: Path, target: Path, text: Path) -> None:
+    tokenizer, model = load_tokenizer(target), load_target(target)
+    encoded = [
+        encode_sample(tokenizer, raw, 4096, vocab_size=258).sample for raw in read_samples([text])
+    ]
+    held_out = [15, 31]
+    kept = [i for i in range(SAMPLES) if i not in held_out]
+    prompts = [json.loads(line) for line in (whole / "prompts.jsonl").read_text().splitlines()]
+    assert [prompt["id"] for prompt in prompts] == ["sample-15", "sample-31"]
+    for name, numbers in (("train", kept), ("valid", held_out)):
+        store = FeatureStore(whole / name, verify="full")
+        assert store.lengths.tolist() == [encoded[i].token_ids.numel() for i in numbers]
+        for document, i in enumerate(numbers):
+            assert np.array_equal(store.token_ids(document), encoded[i].token_ids.numpy())
+            assert np.array_equal(store.loss_mask(document), encoded[i].loss_mask.numpy())
+            pieces = document_states(model, [encoded[i].token_ids], (1, 2))
+            features = torch.cat([piece.features for piece in pieces])
+            found = store.read_features(document, 0, len(features))
+            torch.testing.assert_close(found, features, rtol=1e-4, atol=1e-4)
+    assert len(list((whole / "train").glob("shard-*"))) > 4
+
+
+def test_a_finished_run_holds_nothing_unfinished(whole: Path) -> None:
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "lengths.png",
+        "prepare.json",
+        "prepare_job.json",
+        "prompts.jsonl",
+        "train",
+        "valid",
+    ]
+    summary = json.loads((whole / "prepare.json").read_text())
+    assert summary["train"]["documents"] == 38
+    assert summary["train"]["bytes"] == sum(f.stat().st_size for f in (whole / "train").iterdir())
+    assert summary["lengths"][0].startswith("40 documents of ")
+
+
+def interrupted_at(monkeypatch: pytest.MonkeyPatch, unit: int) -> Callable[[], None]:
+    """Stop at a unit, after half of its pieces; returns how to go on."""
+    write = FeatureUnits.write
+
+    def stopping(self: FeatureUnits, number: int, progress: Any) -> None:
+        def stop(done: int, total: int) -> None:
+            if number == unit and done * 2 > total:
+                raise KeyboardInterrupt
+            progress(done, total)
+
+        write(self, number, stop)
+
+    monkeypatch.setattr(FeatureUnits, "write", stopping)
+    return lambda: monkeypatch.setattr(FeatureUnits, "write", write)
+
+
+@pytest.mark.parametrize("unit", [0, 3])
+def test_a_stopped_run_goes_on_to_the_same_bytes(
+    whole: Path,
+    target: Path,
+    text: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    unit: int,
 ) -> None:
-    names = {"target": str(run_folder / "target")}
-    for name, suffix, content in (
-        ("text", ".jsonl", '{"text": "a b c d"}\n' * 3),
-        ("one", ".jsonl", '{"text": "a b c d"}\n'),
-        ("broken", ".jsonl", '{"text": "a"}\n{"tex'),
-    ):
-        names[name] = str(tmp_path / f"{name}{suffix}")
-        Path(names[name]).write_text(content)
-    filled = [argument.format(**names) for argument in arguments]
-    assert main(["prepare", "--output", str(tmp_path / "run"), *filled]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("splitkv")]
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert not (tmp_path / "run" / "train" / "index.json").exists()
-
-
-def test_budgets_grow_with_the_minutes() -> None:
-    assert TinyBudget.for_minutes(10) == TinyBudget()
-    assert SmolLM2Budget.for_minutes(10) == SmolLM2Budget()
-    hour = SmolLM2Budget.for_minutes(60)
-    assert (hour.responses, hour.response_tokens, hour.text_tokens) == (144, 160, 180_000)
-    assert TinyBudget.for_minutes(0.01).steps == 20
-
-
-def test_windows_of_the_library_do_not_leak() -> None:
-    files = standard_library_text()
-    assert {f.name for f in files if f.held_out}.isdisjoint(
-        {f.name for f in files if not f.held_out}
+    output, said = tmp_path / "run", list[str]()
+    go_on = interrupted_at(monkeypatch, unit)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(FolderRecipe(target, [text]), output, OPTIONS)
+    assert not (output / "train").exists()
+    assert not list(output.rglob("*.partial"))
+    go_on()
+    written: list[int] = []
+    monkeypatch.setattr(
+        FeatureUnits, "write", noting(FeatureUnits.write, lambda number: written.append(number))
     )
+    prepare(FolderRecipe(target, [text]), output, OPTIONS, stages=Stages(say=said.append))
+    assert written[0] == unit
+    total = written[-1] + 1
+    assert said == ([f"features: {unit} of {total} units are there already"] if unit else [])
+    assert checksums(output) == checksums(whole)
+    said.clear()
+    written.clear()
+    prepare(FolderRecipe(target, [text]), output, OPTIONS, stages=Stages(say=said.append))
+    assert said == [f"{output} is prepared already: nothing to do"]
+    assert not written
 
 
-@pytest.mark.parametrize(("known", "named", "expected"), [(5, None, 5), (5, 3, 3), (8, 7, 7)])
-def test_mask_token_of_a_folder(known: int, named: int | None, expected: int) -> None:
-    assert _mask_token(_EightRows(), _Tokenizer(known, named), None) == expected
-    assert _mask_token(_EightRows(), _Tokenizer(known, named), 1) == 1
+def noting(write: Any, note: Callable[[int], None]) -> Any:
+    def noted(self: FeatureUnits, number: int, progress: Any) -> None:
+        note(number)
+        write(self, number, progress)
+
+    return noted
 
 
-def test_a_full_vocabulary_without_a_mask_token_is_refused() -> None:
-    with pytest.raises(ConfigError, match="name an unused one with --mask-token-id"):
-        _mask_token(_EightRows(), _Tokenizer(8, None), None)
+def test_processes_share_the_shards(
+    whole: Path, target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: dict[int, str] = {}
+    monkeypatch.setattr(
+        FeatureUnits,
+        "write",
+        noting(
+            FeatureUnits.write,
+            lambda number: writers.update({number: threading.current_thread().name}),
+        ),
+    )
+    results: dict[int, Any] = {}
+
+    def process(rank: int) -> None:
+        recipe = FolderRecipe(target, [text])
+        results[rank] = prepare(recipe, tmp_path / "run", OPTIONS, worker=Worker(rank, 3))
+
+    threads = [
+        threading.Thread(target=process, args=(rank,), name=f"rank {rank}") for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(writers) > 5
+    assert writers == {unit: f"rank {unit % 3}" for unit in range(len(writers))}
+    assert results[0]["train"]["documents"] == 38
+    assert results[1] is None
+    assert results[2] is None
+    assert checksums(tmp_path / "run") == checksums(whole)
 
 
-class _EightRows:
-    def get_input_embeddings(self) -> torch.nn.Embedding:
-        return torch.nn.Embedding(8, 2)
+def test_a_follower_that_comes_late_has_nothing_to_do(
+    whole: Path, target: Path, text: Path
+) -> None:
+    before = checksums(whole)
+    assert prepare(FolderRecipe(target, [text]), whole, OPTIONS, worker=Worker(1, 2)) is None
+    assert checksums(whole) == before
 
 
-class _Tokenizer:
-    def __init__(self, known: int, mask_token_id: int | None) -> None:
-        self.known, self.mask_token_id = known, mask_token_id
+def test_tokens_only_leaves_out_the_states(
+    whole: Path, target: Path, text: Path, tmp_path: Path
+) -> None:
+    options = PrepareOptions(mask_token_id=257, tokens_only=True, device="cpu")
+    summary = prepare(FolderRecipe(target, [text]), tmp_path / "run", options)
+    assert summary is not None
+    assert summary["tokens_only"] is True
+    for name in ("train", "valid"):
+        store = FeatureStore(tmp_path / "run" / name, verify="full")
+        full = FeatureStore(whole / name)
+        assert not store.meta.has_features
+        assert store.meta.target == full.meta.target
+        assert store.lengths.tolist() == full.lengths.tolist()
+        assert np.array_equal(store.token_ids(1), full.token_ids(1))
+        assert summary[name]["bytes"] < 300 + 5 * store.lengths.sum() + 70_000
+    embedding, head = FeatureStore(tmp_path / "run" / "train").frozen()
+    expected_embedding, expected_head = FeatureStore(whole / "train").frozen()
+    assert torch.equal(embedding, expected_embedding)
+    assert torch.equal(head, expected_head)
 
-    def __len__(self) -> int:
-        return self.known
+
+def test_regenerated_answers_do_not_depend_on_where_it_was_stopped(
+    target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_splitkv.data.regenerate._UNIT", 16)
+    recipe = FolderRecipe(
+        target, [text], regeneration=Regeneration(max_new_tokens=5, temperature=1.0, seed=2)
+    )
+    options = PrepareOptions(mask_token_id=257, tokens_only=True, device="cpu")
+    summary = prepare(recipe, tmp_path / "whole", options)
+    assert summary is not None
+    assert summary["answers"] == SAMPLES
+    assert summary["answers_cut"] + summary["answers_empty"] > 0
+    write = AnswerUnits.write
+
+    def stopping(self: AnswerUnits, folder: Path, unit: int, progress: Any) -> None:
+        if unit == 2:
+            raise KeyboardInterrupt
+        write(self, folder, unit, progress)
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerUnits, "write", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(recipe, output, options)
+    assert len(list((output / "prepare_job" / "answers").iterdir())) == 2
+    said: list[str] = []
+    prepare(recipe, output, options, stages=Stages(say=said.append))
+    assert said == ["answers: 2 of 3 units are there already"]
+    assert checksums(output) == checksums(tmp_path / "whole")
+
+
+def test_what_cannot_be_trained_on_is_left_out_and_counted(
+    target: Path, text: Path, tmp_path: Path
+) -> None:
+    lengths = [
+        encode_sample(load_tokenizer(target), raw, 40, vocab_size=258)
+        for raw in read_samples([text])
+    ]
+    expected = sum(each.without_response for each in lengths)
+    assert expected > 0
+    options = PrepareOptions(mask_token_id=257, tokens_only=True, device="cpu")
+    summary = prepare(FolderRecipe(target, [text], sequence_length=40), tmp_path / "run", options)
+    assert summary is not None
+    assert summary["without_response"] == expected
+    kept = [e for e in lengths if not e.without_response]
+    assert summary["truncated"] == sum(e.truncated > 0 for e in kept)
+    assert summary["truncated_tokens"] == sum(e.truncated for e in kept)
+    documents = [summary[name]["documents"] for name in ("train", "valid")]
+    assert sum(documents) == SAMPLES - expected
+    assert documents[1] == (SAMPLES - expected) // 16
+
+
+def test_a_full_disk_loses_nothing(
+    whole: Path, target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stub of the write is the store's; here: what is finished stays, and the job goes on."""
+    write = FeatureUnits.write
+
+    def full(self: FeatureUnits, number: int, progress: Any) -> None:
+        if number == 4:
+            raise ConfigError("the disk is full")
+        write(self, number, progress)
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureUnits, "write", full)
+        with pytest.raises(ConfigError, match="the disk is full"):
+            prepare(FolderRecipe(target, [text]), output, OPTIONS)
+    said: list[str] = []
+    prepare(FolderRecipe(target, [text]), output, OPTIONS, stages=Stages(say=said.append))
+    assert said[0].startswith("features: 4 of ")
+    assert checksums(output) == checksums(whole)

@@ -82,9 +82,7 @@ def test_only_the_asked_rows_are_counted_and_bad_rows_refused(tmp_path: Path) ->
     assert store.bytes_read == 3 * 16 * 4
     for start, stop in ((-1, 2), (99, 101), (4, 3)):
         with pytest.raises(IndexError):
-            store.read_features(0, start, stop) if start <= stop else store.read_features_into(
-                0, start, stop, torch.empty(0, 16)
-            )
+            store.read_features(0, start, stop)
     for document in (-1, 1):
         with pytest.raises(IndexError):
             store.token_ids(document)
@@ -116,7 +114,6 @@ def test_a_crash_at_any_rename_leaves_no_store(
         monkeypatch.setattr(os, "replace", replace)
         with pytest.raises(ConfigError, match="is not a feature store"):
             FeatureStore(path)
-        assert list(path.glob("*.partial"))
 
         _write(path, documents)
         assert not list(path.glob("*.partial"))
@@ -258,8 +255,11 @@ def test_tied_embedding_and_head_are_stored_once(tmp_path: Path) -> None:
     [
         ((torch.tensor([1, 32]), torch.ones(2).bool(), torch.ones(2, 8)), "has token 32"),
         ((torch.tensor([1, -1]), torch.ones(2).bool(), torch.ones(2, 8)), "has token -1"),
-        ((torch.tensor([1, 2]), torch.ones(3).bool(), torch.ones(2, 8)), "needs loss_mask"),
-        ((torch.tensor([1, 2]), torch.ones(2).bool(), torch.ones(2, 7)), "and features"),
+        ((torch.tensor([1, 2]), torch.ones(3).bool(), torch.ones(2, 8)), "and loss_mask of"),
+        (
+            (torch.tensor([1, 2]), torch.ones(2).bool(), torch.ones(2, 7)),
+            r"features of shape \[2, 8\], got",
+        ),
         ((torch.tensor([]).long(), torch.ones(0).bool(), torch.ones(0, 8)), "is empty"),
     ],
 )

@@ -1,5 +1,6 @@
-"""Taps are the layers' outputs, and batching changes neither features nor responses."""
+"""Targets are loaded whole and frozen, nested ones too, and say what a store needs."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.target import (
-    decoder_layers,
     describe_target,
-    document_features,
-    greedy_responses,
     load_target,
+    load_target_config,
     load_tokenizer,
-    tapped_layers,
     target_checksum,
 )
+from megatron_splitkv.data.target_speech import respond
+from megatron_splitkv.data.target_states import check_final_hidden, document_states
+from tests.data.targets import random_documents, random_target
+
+NESTED = ["nested-gemma3", "nested-llava", "nested-qwen3_5"]
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +31,13 @@ def model(target_folder: Path) -> Any:
     return load_target(target_folder)
 
 
-def _prompts(lengths: list[int]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(256, (n,), generator=generator) for n in lengths]
+@pytest.fixture(scope="module", params=NESTED)
+def nested(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model that was saved, the folder, and the model that was loaded from there."""
+    saved = random_target(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    saved.save_pretrained(folder)
+    return saved, folder, load_target(folder)
 
 
 def test_a_target_is_loaded_frozen_and_in_eval_mode(model: Any) -> None:
@@ -37,89 +45,16 @@ def test_a_target_is_loaded_frozen_and_in_eval_mode(model: Any) -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_taps_are_zero_based_layer_outputs(model: Any) -> None:
-    (ids,) = _prompts([20])
-    with tapped_layers(model, (0, 1, 3)) as collect, torch.no_grad():
-        hidden = model(ids[None], output_hidden_states=True).hidden_states
-        features = collect()
-    expected = torch.cat([hidden[i + 1] for i in (0, 1, 3)], dim=-1)
-    assert torch.equal(features, expected)
-    # The neighbouring convention (0 = embedding) is another tensor.
-    wrong = torch.cat([hidden[i] for i in (0, 1, 3)], dim=-1)
-    assert not torch.allclose(features, wrong, atol=0.1)
-
-
-def test_hooks_are_gone_afterwards_even_after_an_error(model: Any) -> None:
-    layer = decoder_layers(model)[1]
-    before = len(layer._forward_hooks)  # Transformers may have its own.
-
-    def fail() -> None:
-        with tapped_layers(model, (1,)):
-            assert len(layer._forward_hooks) == before + 1
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert len(layer._forward_hooks) == before
-
-
-def test_tap_that_the_target_does_not_have_is_refused(model: Any) -> None:
-    with (
-        pytest.raises(ConfigError, match="layer 5 does not exist: the target has 5 layers"),
-        tapped_layers(model, (1, 5)),
-    ):
-        pass
-
-
-def test_features_of_a_padded_batch_are_those_of_each_document_alone(model: Any) -> None:
-    documents = _prompts([9, 33, 1, 17, 33, 2])
-    told: list[tuple[int, int]] = []
-    batched = dict(
-        document_features(
-            model,
-            documents,
-            (1, 2),
-            batch_tokens=66,
-            progress=lambda done, total: told.append((done, total)),
-        )
-    )
-    assert sorted(batched) == list(range(6))
-    assert told[-1] == (95, 95)
-    assert len(told) == 3
-    for i, document in enumerate(documents):
-        ((_, alone),) = document_features(model, [document], (1, 2))
-        assert batched[i].shape == (len(document), 64)
-        torch.testing.assert_close(batched[i], alone, rtol=1e-4, atol=1e-4)
-
-
-def test_greedy_responses_equal_plain_greedy_decoding(model: Any) -> None:
-    prompts = _prompts([5, 12, 3, 8, 12])
-    responses = greedy_responses(model, prompts, 10, batch_size=3)
-    for prompt, response in zip(prompts, responses, strict=True):
-        ids = prompt
-        for _ in range(10):
-            with torch.no_grad():
-                ids = torch.cat([ids, model(ids[None]).logits[0, -1].argmax()[None]])
-        assert response.tolist() == ids[len(prompt) :].tolist()
-
-
-def test_a_response_ends_with_its_stop_token(model: Any) -> None:
-    prompts = _prompts([5, 12, 3])
-    whole = greedy_responses(model, prompts, 12, batch_size=3)
-    stop = int(whole[0][4])
-    stopped = greedy_responses(model, prompts, 12, batch_size=3, stop_token_ids=[stop])
-    for full, cut in zip(whole, stopped, strict=True):
-        full = full.tolist()
-        expected = full[: full.index(stop) + 1] if stop in full else full
-        assert cut.tolist() == expected
-    assert len(stopped[0]) <= 5
-
-
 def test_describe_target_names_what_a_store_needs(model: Any, target_folder: Path) -> None:
     info = describe_target(model, target_folder, "tiny", 257)
     assert (info.num_layers, info.hidden_size, info.vocab_size) == (5, 32, 258)
     assert (info.eos_token_ids, info.pad_token_id) == ((256,), None)
     assert info.checksum == target_checksum(target_folder)
+
+
+def test_the_configuration_is_read_without_weights(target_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((target_folder / "config.json").read_bytes())
+    assert load_target_config(tmp_path).get_text_config().num_hidden_layers == 5
 
 
 def test_checksum_follows_the_weights(target_folder: Path, tmp_path: Path) -> None:
@@ -133,24 +68,62 @@ def test_checksum_follows_the_weights(target_folder: Path, tmp_path: Path) -> No
         target_checksum(tmp_path / "nowhere")
 
 
-def test_llama_layers_are_found(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    model = load_target(tmp_path, dtype=torch.bfloat16)
-    assert len(decoder_layers(model)) == 3
-    ((_, features),) = document_features(model, [torch.arange(5)], (0, 2))
-    assert features.dtype == torch.bfloat16
-    assert features.shape == (5, 32)
+def test_a_nested_text_model_is_read_as_the_whole_reads_text(nested: Any) -> None:
+    saved, _, loaded = nested
+    documents = random_documents([9, 21, 3])
+    pieces = {piece.document: piece for piece in document_states(loaded, documents, (0, 2, 3))}
+    check_final_hidden(loaded)
+    for i, ids in enumerate(documents):
+        with torch.no_grad():
+            whole = saved(input_ids=ids[None], output_hidden_states=True)
+        # The last of transformers' hidden states is normed: tap the others.
+        expected = torch.cat([whole.hidden_states[k + 1][0] for k in (0, 2)], dim=-1)
+        torch.testing.assert_close(pieces[i].features[:, :64], expected, rtol=1e-5, atol=1e-5)
+        said = loaded.get_output_embeddings()(pieces[i].final_hidden)
+        torch.testing.assert_close(said, whole.logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_nested_target_is_described_by_its_text_model(nested: Any) -> None:
+    _, folder, loaded = nested
+    info = describe_target(loaded, folder, "nested", 63)
+    assert (info.num_layers, info.hidden_size, info.vocab_size) == (4, 32, 64)
+    assert info.eos_token_ids == (2,)
+
+
+def test_a_nested_target_speaks(nested: Any) -> None:
+    saved, _, loaded = nested
+    prompts = random_documents([5, 11])
+    for prompt, response in zip(prompts, respond(loaded, prompts, 6, batch_size=2), strict=True):
+        ids = prompt
+        for _ in range(6):
+            with torch.no_grad():
+                ids = torch.cat([ids, saved(input_ids=ids[None]).logits[0, -1].argmax()[None]])
+        assert response.tolist() == ids[len(prompt) :].tolist()
+
+
+def test_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
+    random_target("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"lacks 1 of its weights, model\.layers\.2\.mlp\.up_proj"
+    ):
+        load_target(tmp_path)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_target(tmp_path)
+
+
+def test_dtype_is_as_saved_or_as_asked(tmp_path: Path) -> None:
+    random_target("llama").bfloat16().save_pretrained(tmp_path)
+    assert load_target(tmp_path).dtype == torch.bfloat16
+    assert load_target(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
 def test_folder_that_is_no_model_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json$"):
         load_target(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(ConfigError, match="cannot be loaded") as error:
@@ -160,9 +133,24 @@ def test_folder_that_is_no_model_is_one_clear_line(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_model_of_something_else_than_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ConfigError, match="no language model for ViTConfig"):
+        load_target(tmp_path)
+
+
 def test_reading_a_store_needs_no_transformers() -> None:
     code = (
-        "import sys; import megatron_splitkv.data.packing, megatron_splitkv.data.target; "
-        "sys.exit('transformers' in sys.modules)"
+        "import sys; import megatron_splitkv.data.packing, megatron_splitkv.data.target_states, "
+        "megatron_splitkv.data.target_speech; sys.exit('transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_target_is_loaded_to_a_device(tmp_path: Path) -> None:
+    random_target("llama").save_pretrained(tmp_path)
+    model = load_target(tmp_path, device="cuda")
+    assert isinstance(model, LlamaForCausalLM)
+    assert {p.device.type for p in model.parameters()} == {"cuda"}

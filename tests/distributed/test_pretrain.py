@@ -170,6 +170,29 @@ def test_a_distributed_optimizer_saves_on_the_side_and_resumes_elsewhere(
             assert value == pytest.approx(uninterrupted.log[name][step], rel=2e-5), (name, step)
 
 
+def test_packs_dealt_to_replicas_resume_bitwise_and_alike_at_another_number(
+    uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    """Four packs a step: dp 2 stopped in the middle of an epoch, then dp 2 again, dp 1 and dp 4."""
+    common = (*uninterrupted.arguments, "--global-batch-size", "4")
+    checkpoints = tmp_path / "checkpoints"
+    saving = ("--save", str(checkpoints), "--save-interval", "1")
+    run_job(2, [*common, *saving, "--train-iters", "3"]).check()
+    whole = logged(checkpoints / "tensorboard")
+    for replicas in (2, 1, 4):
+        folder = str(tmp_path / str(replicas))
+        loading = ("--load", str(checkpoints), "--ckpt-step", "1", "--tensorboard-dir", folder)
+        run_job(replicas, [*common, *loading, "--train-iters", "3"]).check()
+        log = logged(Path(folder))
+        assert sorted(log["drafter loss"]) == [2, 3]
+        for name in COMPARED:
+            for step, value in log[name].items():
+                expected = whole[name][step]
+                if replicas != 2:
+                    expected = pytest.approx(expected, rel=2e-5)
+                assert value == expected, (replicas, name, step)
+
+
 def _write_store_with_unusable_documents(folder: Path) -> None:
     """One document of 64 tokens a pack; which item is unusable is chosen by the packer's order."""
     count, tokens, seed = 16, 64, 1234

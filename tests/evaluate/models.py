@@ -77,6 +77,17 @@ def tiny_target(kind: str = "qwen3") -> Any:
     elif kind == "gemma3":  # scaled embeddings, two rotary bases
         config = transformers.Gemma3TextConfig(**common, sliding_window=12, layer_types=slides)
         model = transformers.Gemma3ForCausalLM(config)
+    elif kind == "nested":  # the text model inside one that also takes images
+        vision = transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=LAYERS,
+            num_attention_heads=2, image_size=8, patch_size=4,
+        )  # fmt: skip
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**common),
+            vision_config=vision,
+            image_token_index=90,
+        )
+        model = transformers.LlavaForConditionalGeneration(config)
     else:
         sliding = {}
         if kind == "sliding":
@@ -88,8 +99,9 @@ def tiny_target(kind: str = "qwen3") -> Any:
             }
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, **sliding))
     model = model.eval().requires_grad_(False)
-    model.model.embed_tokens.weight += 0.08
-    model.model.embed_tokens.weight[MASK] += 1.0  # the target never reads it
+    embedding = model.get_input_embeddings().weight
+    embedding += 0.08
+    embedding[MASK] += 1.0  # the target never reads it
     model.lm_head.weight[HABIT] += 0.06
     return model
 

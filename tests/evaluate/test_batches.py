@@ -68,7 +68,7 @@ class Checked:
         self.texts = [self.texts[i] + blocks[i][: keep[i]] for i in texts]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding", "mistral", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding", "mistral", "gemma3", "nested"])
 def test_uneven_texts_see_what_whole_passes_see(kind: str) -> None:
     model = tiny_target(kind)
     with target_texts(model, DRAFTER.target_layer_ids) as new_texts:

@@ -1,6 +1,7 @@
 """Items follow from their index alone: on every rank, at every evaluation, after a resume."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_splitkv.data.dealing import Dealing
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import ContextPlan
@@ -36,10 +38,18 @@ def _dataset(
     size: int = 1,
     period: int | None = None,
     recipe: BlockRecipe = RECIPE,
+    dealing: Dealing | None = None,
 ) -> PackDataset:
     packing = PackedEpochs(store.lengths, 96, seed=5)
     return PackDataset(
-        store, packing, recipe, num_items=40, cp_rank=rank, cp_size=size, period=period
+        store,
+        packing,
+        recipe,
+        num_items=40,
+        cp_rank=rank,
+        cp_size=size,
+        dealing=dealing,
+        period=period,
     )
 
 
@@ -111,6 +121,42 @@ def test_evaluations_see_the_same_packs_and_anchors(store: FeatureStore) -> None
     assert not _same(dataset[0], dataset[1])
     training = _dataset(store)
     assert not _same(training[0], training[training.packing.num_packs(0)])  # a new epoch
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_step_sees_the_same_packs_and_anchors_whatever_the_replicas(
+    store: FeatureStore, replicas: int
+) -> None:
+    """Loaders as Megatron builds them, one a replica; step 0 and 1 of 4 packs, then a resume."""
+    plain = _dataset(store)
+    for start, steps in ((0, 2), (8, 1)):
+        dealing = Dealing(
+            plain.packing,
+            store.lengths**2,
+            start=start,
+            global_batch_size=4,
+            num_replicas=replicas,
+        )
+        dealt = _dataset(store, dealing=dealing)
+        for first in range(start, start + 4 * steps, 4):
+            hands = [
+                [_plan(dealt[i]).digest for i in range(first + r, first + 4, replicas)]
+                for r in range(replicas)
+            ]
+            expected = [_plan(plain[i]).digest for i in range(first, first + 4)]
+            assert sorted(chain(*hands)) == sorted(expected)
+            assert len(set(expected)) == 4
+
+
+def test_dealt_evaluations_see_the_same_packs_and_anchors(store: FeatureStore) -> None:
+    packing = PackedEpochs(store.lengths, 96, seed=5)
+    dealing = Dealing(
+        packing, store.lengths**2, start=0, global_batch_size=4, num_replicas=2, period=4
+    )
+    dataset, plain = _dataset(store, period=4, dealing=dealing), _dataset(store)
+    assert all(_same(dataset[i], dataset[i + 4]) for i in range(4))
+    digests = [_plan(plain[i]).digest for i in range(4)]
+    assert sorted(_plan(dataset[i]).digest for i in range(4)) == sorted(digests)
 
 
 def test_a_resumed_loader_goes_on_where_the_first_one_stood(store: FeatureStore) -> None:

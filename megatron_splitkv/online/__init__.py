@@ -1,0 +1,1 @@
+"""The target inside the training job: hidden states that never touch the disk."""
