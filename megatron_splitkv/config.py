@@ -1,5 +1,6 @@
 """Names that users type, in one place, and the error that bad input becomes."""
 
+import argparse
 from collections.abc import Iterable
 
 DRAFTERS: tuple[str, ...] = ("dflash", "domino", "dspark")
@@ -47,3 +48,15 @@ def require_choice(option: str, value: str, choices: Iterable[str]) -> str:
     if value not in allowed:
         raise ConfigError(f"{option} {value!r} is not known; choose one of: {', '.join(allowed)}")
     return value
+
+
+def layer_ids(text: str) -> tuple[int, ...]:
+    """The value of `--target-layer-ids`: numbers between commas.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,9,17") from error

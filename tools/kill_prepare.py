@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import safetensors
@@ -28,6 +29,7 @@ ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+JOB = "prepare_job"
 TIMES_DIFFER = ("prepare.json",)
 
 
@@ -89,9 +91,20 @@ def kill(launched: list[subprocess.Popen[bytes]], draw: random.Random) -> None:
         process.wait()
 
 
+def units(output: Path) -> list[Path]:
+    """Shards and batches of answers that carry a final name."""
+    return [*output.rglob("shard-*.safetensors"), *output.rglob("unit-*.safetensors")]
+
+
+def grows(output: Path) -> Callable[[], bool]:
+    """Tells whether there are more units than now."""
+    before = len(units(output))
+    return lambda: len(units(output)) > before
+
+
 def check_names(output: Path) -> int:
     """Open every shard that carries a final name; returns how many there are."""
-    shards = [*output.rglob("shard-*.safetensors"), *output.rglob("unit-*.safetensors")]
+    shards = units(output)
     for shard in shards:
         with safetensors.safe_open(shard, "np") as file:  # Checks the header against the size.
             file.keys()
@@ -115,7 +128,7 @@ def checksums(output: Path) -> dict[str, str]:
 
 def where(output: Path) -> str:
     """How far a killed run is."""
-    job = output / "prepare_job"
+    job = output / JOB
     if not job.exists():
         return "published" if (output / "prepare.json").exists() else "nothing yet"
     for record in ("summary", "samples", "target"):
@@ -161,7 +174,9 @@ def main() -> int:
         output = folder / "killed"
         while kills.total() < args.kills or output.exists():
             launched = start([*command, "--output", str(output)], args.processes)
-            while not (output / "prepare_job").exists() and launched[0].poll() is None:
+            # From the job's begin, or from this launch's first unit: loading takes a good part.
+            begun = draw.choice((lambda: (output / JOB).exists(), grows(output)))
+            while not begun() and launched[0].poll() is None:
                 time.sleep(0.01)
             deadline = time.monotonic() + draw.uniform(0, work)
             last = kills.total() >= args.kills

@@ -279,4 +279,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on where it stopped")
+        sys.exit(130)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_splitkv.cli.prepare_import import add_import_arguments, import_recipe
 from megatron_splitkv.cli.prepare_report import print_summary, print_verified, verify
 from megatron_splitkv.cli.progress import stage_bars
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import ConfigError, layer_ids
 
 # Torch and transformers are imported when the command runs, not when its --help is shown.
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target-layer-ids",
-        type=_layer_ids,
+        type=layer_ids,
         metavar="I,J,...",
         help="0-based layer outputs to tap (default: evenly spread ones)",
     )
@@ -219,6 +219,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if args.seed >= 1 << 32:
+        raise ConfigError(f"--seed {args.seed} must be below {1 << 32}")
     if args.tokens_only and (args.final_hidden or args.target_layer_ids):
         raise ConfigError(
             "--tokens-only stores no hidden states; leave out --final-hidden and --target-layer-ids"
@@ -275,10 +277,3 @@ def _text(paths: list[Path] | None) -> "list[TextFile]":
     from megatron_splitkv.data.text import files_as_text, standard_library_text
 
     return files_as_text(paths) if paths else standard_library_text()
-
-
-def _layer_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,9,17") from error

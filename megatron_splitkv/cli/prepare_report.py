@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_splitkv.config import ConfigError
@@ -18,7 +19,7 @@ _NOT_IN_THE_TABLE = ("target_checksum", "lengths")
 
 def print_summary(summary: dict[str, Any], output: Path) -> None:
     """A table of the summary, and the lengths of the documents."""
-    table = Table(title=f"prepared {output}", show_header=False)
+    table = Table(title=escape(f"prepared {output}"), show_header=False)
     for key, value in summary.items():
         if key in _NOT_IN_THE_TABLE or value == 0:
             continue
@@ -29,7 +30,7 @@ def print_summary(summary: dict[str, Any], output: Path) -> None:
             )
         elif key == "seconds":
             value = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in value.items())
-        table.add_row(key.replace("_", " "), str(value))
+        table.add_row(key.replace("_", " "), escape(str(value)))
     console = Console()
     console.print(table)
     for line in summary.get("lengths", ()):
@@ -49,12 +50,14 @@ def verify(path: Path, stages: "Stages") -> dict[str, Any]:
     Raises:
         ConfigError: there is no store.
     """
+    from megatron_splitkv.data.prepare_job import SUMMARY_FILE
     from megatron_splitkv.data.store_index import INDEX_FILE
     from megatron_splitkv.data.verify import verify_store
 
     stores = [path]
     if not (path / INDEX_FILE).exists():
-        stores = [path / name for name in _STORES if (path / name).exists()]
+        whole = (path / SUMMARY_FILE).exists()
+        stores = [path / name for name in _STORES if whole or (path / name).exists()]
     if not stores:
         raise ConfigError(
             f"{path} is neither a store nor a prepared run: it has no {INDEX_FILE}, train or valid"
@@ -80,6 +83,6 @@ def print_verified(found: dict[str, Any]) -> None:
         problems = check["problems"]
         state = f"{len(problems)} damaged" if problems else "whole"
         size = f"{check['files']} files, {check['bytes'] / 1e6:,.1f} MB"
-        console.print(f"{store}: {size}, {state}", highlight=False, soft_wrap=True)
+        console.print(f"{store}: {size}, {state}", highlight=False, markup=False, soft_wrap=True)
         for problem in problems:
             console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)

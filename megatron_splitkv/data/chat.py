@@ -127,7 +127,16 @@ def _check_tokens(whole: Sample, origin: str, vocab_size: int) -> None:
             f"{origin}: a response of {response} token(s) is shorter than {MIN_RESPONSE_TOKENS} "
             "tokens, there is nothing to draft; remove it"
         )
-    largest = int(whole.token_ids.max())
+    check_vocabulary(whole.token_ids, origin, vocab_size)
+
+
+def check_vocabulary(token_ids: torch.Tensor, origin: str, vocab_size: int) -> None:
+    """Refuse tokens that the target has no embedding for.
+
+    Raises:
+        ConfigError: naming the sample and the largest token.
+    """
+    largest = int(token_ids.max())
     if largest >= vocab_size:
         raise ConfigError(
             f"{origin}: token {largest} is outside the target's vocabulary of {vocab_size}; use "

@@ -156,6 +156,10 @@ def find_final_norm(model: Any) -> nn.Module:
 
 def _closest(sample: OfflineSample, name: str, plane: torch.Tensor, reference: torch.Tensor) -> int:
     """Index of the reference states ``[n, L, d]`` that are closest to a plane ``[n, d]``."""
+    if not plane.isfinite().all():
+        raise ConfigError(
+            f"{sample.path}: {name} is not finite; remove the file, or prepare it again"
+        )
     distance = (reference - plane[:, None]).norm(dim=-1) / reference.norm(dim=-1)
     # The median: the first token's state is often large beyond measure, and hardly changes.
     distance = distance.median(dim=0).values

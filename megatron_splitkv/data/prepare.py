@@ -34,6 +34,7 @@ from megatron_splitkv.data.sample_stores import STORES, CorpusEntry, write_sampl
 from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.store_index import INDEX_FILE
+from megatron_splitkv.data.store_writer import tidy_store
 from megatron_splitkv.data.target import Progress
 from megatron_splitkv.data.work import SharedProgress, Worker, run_units
 
@@ -273,7 +274,11 @@ def _features(
     stages: Stages,
 ) -> None:
     """The hidden states of both stores' documents."""
-    if all((job.folder / name / INDEX_FILE).exists() for name in STORES):
+    closed = [name for name in STORES if (job.folder / name / INDEX_FILE).exists()]
+    if job.worker.leads:
+        for name in closed:
+            tidy_store(job.folder / name)
+    if len(closed) == len(STORES):
         return
     units = FeatureUnits(
         job.folder,

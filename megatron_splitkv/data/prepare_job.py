@@ -30,8 +30,10 @@ PROMPTS_FILE = "prompts.jsonl"
 LENGTHS_FILE = "lengths.png"
 _RESULTS = ("train", "valid", PROMPTS_FILE, LENGTHS_FILE)
 # What took long to make: a job that fails before it has any of it leaves nothing behind.
-_WORTH_KEEPING = ("target", "answers", "samples.json")
+_WORTH_KEEPING = ("target", "answers/unit-*", "samples.json")
 _LOCK_FILE = "leader.lock"
+# The run that --overwrite replaces, until the new one has its samples.
+_REPLACED = "replaced"
 _BEAT_SECONDS = 10.0
 
 Json = dict[str, Any]
@@ -90,7 +92,8 @@ class PrepareJob:
 
         Args:
             inputs: checksums of what the command reads; the leader computes them.
-            overwrite: delete what the folder holds of an earlier job first.
+            overwrite: replace what the folder holds of an earlier job; a finished run goes only
+                once the new one has its samples, and stays if the job is refused before.
 
         Raises:
             ConfigError: the folder belongs to another command, another process leads a job in it,
@@ -106,6 +109,8 @@ class PrepareJob:
             self._refuse_another(self._options, "options")
         content = {"options": self._options, "inputs": json.loads(json.dumps(inputs()))}
         if not overwrite:
+            # Again: another command may have begun while the checksums were computed.
+            self._refuse_another(self._options, "options")
             self._refuse_another(content["inputs"], "inputs")
             if self.finished:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -114,13 +119,16 @@ class PrepareJob:
         made = _make_folders(self.folder)
         with self._leading():
             if overwrite:
-                self._delete_results()
-            write_json(self.output / JOB_FILE, content)
+                self._put_aside()
+            # By way of the job's folder: nothing that a kill leaves there outlives the job.
+            write_json(self.folder / JOB_FILE, content)
+            (self.folder / JOB_FILE).rename(self.output / JOB_FILE)
             try:
                 yield
             except ConfigError:
-                if not any((self.folder / name).exists() for name in _WORTH_KEEPING):
+                if not any(any(self.folder.glob(name)) for name in _WORTH_KEEPING):
                     (self.output / JOB_FILE).unlink()
+                    self._put_back()
                     shutil.rmtree(self.folder)
                     _remove_empty(made)
                 raise
@@ -143,6 +151,8 @@ class PrepareJob:
         if self.worker.leads:
             if not path.exists():
                 write_json(path, make())
+            if name == "samples":
+                _remove(self.folder / _REPLACED)
         else:
             self._wait(path.exists)
         try:
@@ -204,7 +214,7 @@ class PrepareJob:
             differences = self._differences(asked, part)
             if not differences:
                 return
-        elif any((self.output / name).exists() for name in (SUMMARY_FILE, "train", "valid")):
+        elif self._results():
             differences = "it does not say by which command"
         else:
             return
@@ -225,14 +235,32 @@ class PrepareJob:
             if there.get(name) != asked.get(name)
         )
 
-    def _delete_results(self) -> None:
+    def _put_aside(self) -> None:
+        """Remove an unfinished job; keep a finished run for the case that this one is refused."""
+        replaced = self.folder / _REPLACED
         for path in self.folder.iterdir():
-            if path.name != _LOCK_FILE:
+            if path not in (self.folder / _LOCK_FILE, replaced):
                 _remove(path)
-        # The summary first: without it nobody takes the rest for a run.
-        names = (SUMMARY_FILE, JOB_FILE, *_RESULTS)
-        for name in (*names, "target") if self.makes_target else names:
-            _remove(self.output / name)
+        if self.finished:
+            _remove(replaced)
+            replaced.mkdir()
+            # The summary first: without it nobody takes the rest for a run.
+            for path in self._results():
+                os.replace(path, replaced / path.name)
+        for path in self._results():
+            _remove(path)
+
+    def _put_back(self) -> None:
+        """Undo `_put_aside`, the summary last."""
+        names = [path.name for path in self._results(self.folder / _REPLACED)]
+        for name in reversed(names):
+            os.replace(self.folder / _REPLACED / name, self.output / name)
+
+    def _results(self, folder: Path | None = None) -> list[Path]:
+        """What there is of a finished run, its summary first."""
+        names = (SUMMARY_FILE, JOB_FILE, *_RESULTS, *(["target"] if self.makes_target else []))
+        paths = [(folder or self.output) / name for name in names]
+        return [path for path in paths if path.exists()]
 
     @contextmanager
     def _leading(self) -> Iterator[None]:

@@ -32,6 +32,8 @@ class Outline:
         vocab_size: rows of the embedding.
         eos_token_ids: ids that end a response.
         pad_token_id: id that fills a batch, if there is one.
+        num_positions: tokens of the longest text that it can read; None with rotary positions,
+            which have no end.
     """
 
     num_layers: int
@@ -39,6 +41,7 @@ class Outline:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    num_positions: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -57,8 +60,14 @@ class Outline:
             generation = import_transformers().GenerationConfig.from_pretrained(path)
             eos = eos if generation.eos_token_id is None else generation.eos_token_id
         eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta"))
         return cls(
-            text.num_hidden_layers, text.hidden_size, text.vocab_size, eos_ids, text.pad_token_id
+            text.num_hidden_layers,
+            text.hidden_size,
+            text.vocab_size,
+            eos_ids,
+            text.pad_token_id,
+            None if rotary else getattr(text, "max_position_embeddings", None),
         )
 
     def taps(self, target_layer_ids: tuple[int, ...] | None, most: int = 5) -> tuple[int, ...]:

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.answer_units import Answered, AnswerUnits
 from megatron_splitkv.data.chat import Encoded, encode_sample
-from megatron_splitkv.data.corpus import Prompt
 from megatron_splitkv.data.feature_units import TargetStates
+from megatron_splitkv.data.held_out import hold_out
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_mask_token
 from megatron_splitkv.data.prepare import PrepareOptions
 from megatron_splitkv.data.prepare_job import Json, PrepareJob
@@ -26,8 +25,6 @@ from megatron_splitkv.data.shard import file_sha256
 from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.target import Progress, target_checksum
 from megatron_splitkv.data.text import Conversation, read_samples
-
-_HELD_OUT_ONE_IN = 16
 
 
 @dataclass
@@ -59,12 +56,21 @@ class FolderRecipe:
             "target": self.target.name,
             "text": [path.name for path in self.text],
             "sequence_length": self.sequence_length,
-            "regenerate": None if self.regeneration is None else asdict(self.regeneration),
-        }
+            "regenerate": self.regeneration is not None,
+        } | ({} if self.regeneration is None else asdict(self.regeneration))
 
     def check(self, options: PrepareOptions) -> None:
-        """Refuse taps and a mask token that the target cannot have, and unreadable files."""
+        """Refuse taps, a mask token and lengths that the target cannot have, unreadable files."""
         outline = Outline.read(self.target)
+        answer = 0 if self.regeneration is None else self.regeneration.max_new_tokens
+        if outline.num_positions is not None and (
+            self.sequence_length + answer > outline.num_positions
+        ):
+            raise ConfigError(
+                f"target {self.target} reads at most {outline.num_positions} tokens; give "
+                f"--sequence-length {max(2, outline.num_positions - answer)}"
+                f"{f' (and --max-new-tokens {answer})' if answer else ''} or less"
+            )
         if not options.tokens_only:
             outline.taps(options.target_layer_ids)
         if options.mask_token_id is not None:
@@ -132,19 +138,11 @@ class FolderRecipe:
                 encode_sample(tokenizer, raw, limit, vocab_size=info.vocab_size)
                 for raw in read_samples(self.text)
             )
-        left_out: list[CorpusEntry] = []
-        documents = _usable(encoded, left_out, facts["samples"], progress)
-        first = list(islice(documents, _HELD_OUT_ONE_IN))
-        for place, (number, document) in enumerate(chain(first, documents), start=1):
-            yield from left_out
-            left_out.clear()
-            if place % len(first):
-                yield CorpusEntry("train", document)
-                continue
-            ids = document.sample.token_ids[: document.prompt_tokens].tolist()
-            prompt = Prompt(f"sample-{number}", target.tokenizer.decode(ids), ids)
-            yield CorpusEntry("valid", document, prompt)
-        yield from left_out
+        numbered = _counted(encoded, facts["samples"], progress)
+        return hold_out(
+            ((number, document) for number, document in numbered if document is not None),
+            target.tokenizer,
+        )
 
     def taps(
         self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
@@ -159,16 +157,9 @@ class FolderRecipe:
         return TargetStates(lambda: target.model, meta, options.batch_tokens)
 
 
-def _usable(
-    encoded: Iterable[Encoded | None],
-    left_out: list[CorpusEntry],
-    total: int,
-    progress: Progress,
-) -> Iterator[tuple[int, Encoded]]:
-    """Documents to train on and their numbers among the samples; the others are put aside."""
+def _counted(
+    encoded: Iterable[Encoded | None], total: int, progress: Progress
+) -> Iterator[tuple[int, Encoded | None]]:
     for number, document in enumerate(encoded):
-        if document is not None and document.without_response:
-            left_out.append(CorpusEntry(encoded=document))
-        elif document is not None:
-            yield number, document
+        yield number, document
         progress(number + 1, total)

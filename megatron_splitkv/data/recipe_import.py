@@ -7,7 +7,6 @@ embedding and head; all other hidden states are copied. Documents are imported w
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,7 +14,8 @@ import torch
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.answer_units import Answered
 from megatron_splitkv.data.chat import Encoded
-from megatron_splitkv.data.corpus import Prompt, Sample
+from megatron_splitkv.data.corpus import Sample
+from megatron_splitkv.data.held_out import HELD_OUT_ONE_IN, hold_out
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_mask_token
 from megatron_splitkv.data.offline_data import OfflineData, OfflineSample
 from megatron_splitkv.data.offline_states import OfflineStates
@@ -37,7 +37,6 @@ from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.target import Progress, target_checksum
 from megatron_splitkv.data.target_states import check_final_hidden
 
-_HELD_OUT_ONE_IN = 16
 _TEXT_PROMPT = 32
 
 
@@ -127,24 +126,7 @@ class ImportRecipe:
             ConfigError: a sample of another width or dtype, or of tokens that the target does not
                 have, named.
         """
-        documents = enumerate(self._documents(info, progress))
-        head: list[tuple[int, Encoded]] = []
-        usable = 0
-        # Of fewer than sixteen usable samples the last is held out, so these are looked at first.
-        for numbered in documents:
-            head.append(numbered)
-            usable += not numbered[1].without_response
-            if usable == _HELD_OUT_ONE_IN:
-                break
-        place = 0
-        for number, document in chain(head, documents):
-            place += not document.without_response
-            if document.without_response or place % usable:
-                yield CorpusEntry("train", document)
-                continue
-            ids = document.sample.token_ids[: document.prompt_tokens].tolist()
-            prompt = Prompt(f"sample-{number}", target.tokenizer.decode(ids), ids)
-            yield CorpusEntry("valid", document, prompt)
+        return hold_out(enumerate(self._documents(info, progress)), target.tokenizer)
 
     def taps(
         self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
@@ -173,7 +155,7 @@ class ImportRecipe:
         """The files' rows, with final hidden states as the target's head reads them."""
         gone = set(samples["left_out"])
         kept = [number for number in range(len(self.data)) if number not in gone]
-        step = min(_HELD_OUT_ONE_IN, len(kept))
+        step = min(HELD_OUT_ONE_IN, len(kept))
         valid = kept[step - 1 :: step]
         held_out = set(valid)
         numbers = {"train": [n for n in kept if n not in held_out], "valid": valid}

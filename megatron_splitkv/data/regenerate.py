@@ -17,6 +17,7 @@ from megatron_splitkv.data.answer_units import Answered, AnswerUnits
 from megatron_splitkv.data.chat import (
     MIN_RESPONSE_TOKENS,
     Encoded,
+    check_vocabulary,
     encode_prompt,
     encode_sample,
     prompts_of,
@@ -173,7 +174,9 @@ class Regenerator:
     def _prompt(self, talk: _Talk, turn: int) -> torch.Tensor:
         assert isinstance(talk.raw.content, Conversation)
         before = replace(talk.raw.content, messages=talk.messages[: talk.turns[turn]])
-        return encode_prompt(self._tokenizer, before, talk.raw.origin)
+        ids = encode_prompt(self._tokenizer, before, talk.raw.origin)
+        check_vocabulary(ids, talk.raw.origin, self._vocab_size)
+        return ids
 
     def _ended(self, answer: torch.Tensor) -> bool:
         return int(answer[-1]) in self._stop

@@ -176,7 +176,7 @@ def read_into(handle: int, path: Path, offset: int, out: np.ndarray) -> None:
         if count == 0:
             raise ConfigError(
                 f"{path} ends at byte {offset + done}, expected {offset + out.nbytes}: the shard "
-                "is truncated; run `splitkv prepare` again"
+                "is truncated; prepare it again with --overwrite"
             )
         done += count
 

@@ -12,10 +12,8 @@ Source:
 """
 
 import gzip
-import pickle
 import shutil
 import tempfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from megatron_splitkv.data.offline_data import (
 )
 
 _SUFFIXES = (".ckpt", ".ckpt.gz")
+_ID_DTYPES = (torch.int64, torch.int32)
 # Names of the tapped and of the final hidden states, in SpecForge's layouts.
 _LAYOUTS = (("hidden_states", "target_last_hidden_states"), ("aux_hidden_state", "hidden_state"))
 
@@ -91,8 +90,10 @@ class SpecForgeData:
                 "input_ids, loss_mask and hidden_states (or EAGLE-3's aux_hidden_state)"
             )
         for name in ("input_ids", "loss_mask", *layout):
-            if name in content and not isinstance(content[name], torch.Tensor):
+            if name in content and not _is_dense(content[name]):
                 raise ConfigError(f"{path}: {name} is no tensor; prepare it again with SpecForge")
+        if (dtype := content["input_ids"].dtype) not in _ID_DTYPES:
+            raise ConfigError(f"{path}: input_ids are {dtype}, expected int64 or int32")
         token_ids = row_vector(path, "input_ids", content["input_ids"]).long()
         loss_mask = row_vector(path, "loss_mask", content["loss_mask"]) != 0
         features = row_matrix(path, layout[0], content[layout[0]])
@@ -105,10 +106,19 @@ class SpecForgeData:
         def read(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             return features[start:stop], None if final is None else final[start:stop]
 
-        width = 0 if final is None else final.shape[1]
-        return OfflineSample(
-            path, token_ids, loss_mask, features.shape[1], width, features.dtype, read
-        )
+        width, dtype = 0, features.dtype
+        if final is not None:
+            width = final.shape[1]
+            if final.dtype != dtype:
+                raise ConfigError(
+                    f"{path}: {layout[0]} are {dtype} and {layout[1]} {final.dtype}; prepare it "
+                    "again with both of one dtype"
+                )
+        return OfflineSample(path, token_ids, loss_mask, features.shape[1], width, dtype, read)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -122,9 +132,13 @@ def _load(path: Path) -> dict[str, Any]:
                 content = torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, EOFError, zlib.error, RuntimeError, pickle.UnpicklingError) as error:
-        first_line = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ConfigError(f"{path} cannot be read: {first_line}") from error
+    except Exception as error:  # a damaged pickle makes the unpickler raise anything
+        # Not torch's own words: they advise to load what is refused here.
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}): it is damaged, older than torch's "
+            "zip format, or holds more than tensors, which is never unpickled; prepare it again "
+            "with SpecForge"
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, expected SpecForge's dict")
     return content

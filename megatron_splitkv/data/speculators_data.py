@@ -138,6 +138,7 @@ class ArrowRows(Sequence[TokenRow]):
 
     def __init__(self, folder: Path) -> None:
         arrow = _import_pyarrow()
+        self._folder = folder
         try:
             state = json.loads((folder / "state.json").read_text())
             names = [entry["filename"] for entry in state["_data_files"]]
@@ -160,9 +161,13 @@ class ArrowRows(Sequence[TokenRow]):
         """Input ids int64 ``[n]`` and loss mask bool ``[n]`` of one row."""
         table = bisect_right(self._ends, row)
         at = row - (self._ends[table - 1] if table else 0)
-        ids, mask = (
-            column[at].values.to_numpy(zero_copy_only=False) for column in self._columns[table]
-        )
+        lists = [column[at].values for column in self._columns[table]]
+        if any(numbers is None for numbers in lists):
+            raise ConfigError(
+                f"{self._folder}: row {row} of the dataset has no input_ids or no loss_mask; "
+                f"{_HINT}"
+            )
+        ids, mask = (numbers.to_numpy(zero_copy_only=False) for numbers in lists)
         return ids.astype(np.int64), mask != 0
 
 

@@ -254,7 +254,13 @@ class FeatureStore:
         path = self._paths[shard]
         handle = self._handles.pop(shard, None)
         if handle is None:
-            handle = os.open(path, os.O_RDONLY)
+            try:
+                handle = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise ConfigError(
+                    f"{path} cannot be opened any more ({error.strerror}): leave a store where it "
+                    "is while it is read"
+                ) from error
         self._handles[shard] = handle
         if len(self._handles) > _MAX_OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])

@@ -34,16 +34,19 @@ class StoreFile:
         if found != self.bytes:
             return (
                 f"{self.path} has {found} bytes, expected {self.bytes} (checksum sha256 "
-                f"{self.sha256}): it is truncated or was overwritten; run `splitkv prepare` again"
+                f"{self.sha256}): it is truncated or was overwritten; prepare it again "
+                "with --overwrite"
             )
         try:
             digest = file_sha256(self.path) if full else self.sha256
         except OSError as error:
-            return f"{self.path} cannot be read: {error.strerror}; run `splitkv prepare` again"
+            return (
+                f"{self.path} cannot be read: {error.strerror}; prepare it again with --overwrite"
+            )
         if digest != self.sha256:
             return (
                 f"{self.path} is corrupted: checksum sha256 {digest}, expected {self.sha256}; "
-                "run `splitkv prepare` again"
+                "prepare it again with --overwrite"
             )
         return None
 
@@ -106,7 +109,7 @@ class StoreIndex:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{file} is incomplete: {error!r}") from error
         if not index.shards:
-            raise ConfigError(f"{file} lists no shard; run `splitkv prepare` again")
+            raise ConfigError(f"{file} lists no shard; prepare it again with --overwrite")
         for shard, layout in zip(index.shards, index.layouts(), strict=True):
             if layout.end != shard.bytes:
                 raise ConfigError(
@@ -142,6 +145,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if (expected := seal_index(index)["sha256"]) != index.get("sha256"):
         raise ConfigError(
             f"{file} is corrupted: its checksum is sha256 {index.get('sha256')}, its content's "
-            f"{expected}; run `splitkv prepare` again"
+            f"{expected}; prepare it again with --overwrite"
         )
     return index

@@ -159,6 +159,8 @@ class StoreBuilder:
         """
         entries = [read_sidecar(self._file(shard), self._plan) for shard in range(self.num_shards)]
         missing = [self._file(shard).name for shard, entry in enumerate(entries) if entry is None]
+        if missing and (self.path / INDEX_FILE).exists():
+            return  # another process has closed it meanwhile
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ConfigError(
@@ -169,8 +171,7 @@ class StoreBuilder:
         frozen = read_sidecar(self.path / FROZEN_FILE, self._plan)
         with full_disk_explained(self.path, _RESUMES):
             StoreIndex(self.meta, shards, frozen).write(self.path)
-        _remove_sidecars(self.path)
-        remove_dead_partials(self.path, finished=True)
+        tidy_store(self.path)
 
     def _file(self, shard: int) -> Path:
         return self.path / _shard_name(shard)
@@ -301,6 +302,18 @@ class FeatureStoreWriter:
         self._pending, self._pending_rows = [], 0
 
 
+def tidy_store(path: Path) -> None:
+    """Remove what a finished store needs no more: sidecars, and partial files of killed writers.
+
+    A kill may come between a store's index and this.
+
+    Args:
+        path: a store with an index.
+    """
+    _remove_sidecars(path)
+    remove_dead_partials(path, finished=True)
+
+
 def _shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
 
@@ -321,4 +334,4 @@ def _make_folder(path: Path) -> None:
 def _remove_sidecars(path: Path) -> None:
     for pattern in ("shard-*.safetensors", FROZEN_FILE):
         for file in path.glob(pattern + SIDECAR_SUFFIX):
-            file.unlink()
+            file.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ imported when a target is first touched, so that training from a store does not 
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,18 +53,8 @@ def load_target(
         if hasattr(transformers, "GgufConfig"):
             # Otherwise transformers may keep the weights packed, depending on what is installed.
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # A class of text alone, where there is one, is smaller than that with a tower for images.
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        auto_class = transformers.AutoModelForCausalLM
-    elif type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        auto_class = transformers.AutoModelForImageTextToText
-    else:
-        raise ConfigError(
-            f"target {path} cannot be loaded: transformers has no language model for "
-            f"{type(config).__name__}"
-        )
     try:
-        model, loading = auto_class.from_pretrained(
+        model, loading = _auto_class(config, path).from_pretrained(
             folder,
             config=config,
             local_files_only=True,
@@ -88,15 +79,17 @@ def load_target_config(path: str | os.PathLike[str]) -> Any:
         path: as in `load_target`.
 
     Raises:
-        ConfigError: no such target, or one that transformers does not know.
+        ConfigError: no such target, or one that transformers does not know as a language model.
     """
     folder, options = _source(path)
     try:
-        return import_transformers().AutoConfig.from_pretrained(
+        config = import_transformers().AutoConfig.from_pretrained(
             folder, local_files_only=True, **options
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise ConfigError(f"target {path} cannot be loaded: {_first_line(error)}") from error
+    _auto_class(config, path)
+    return config
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -188,6 +181,20 @@ def describe_target(
         mask_token_id=mask_token_id,
         eos_token_ids=eos_ids,
         pad_token_id=config.pad_token_id,
+    )
+
+
+def _auto_class(config: Any, path: str | os.PathLike[str]) -> Any:
+    """The class of transformers that loads a language model of this configuration."""
+    transformers = import_transformers()
+    # A class of text alone, where there is one, is smaller than that with a tower for images.
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    raise ConfigError(
+        f"target {path} cannot be loaded: transformers has no language model for "
+        f"{type(config).__name__}"
     )
 
 

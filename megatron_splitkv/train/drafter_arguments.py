@@ -88,8 +88,8 @@ def add_drafter_arguments(group: Any) -> None:
         type=float,
         metavar="X",
         help="Share, in [0, 1], of the KL divergence from the target's own distribution in the "
-        "loss; cross-entropy has the rest. Needs a store of `splitkv prepare --final-hidden`. "
-        "dflash alone. Default: 0.",
+        "loss; cross-entropy has the rest. Needs a store of `splitkv prepare --final-hidden`, or "
+        "--online-target. dflash alone. Default: 0.",
     )
     domino = "Domino: "
     group.add_argument(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_splitkv.config import ONLINE_TARGETS, ConfigError, require_choice
+from megatron_splitkv.config import ONLINE_TARGETS, ConfigError, layer_ids, require_choice
 from megatron_splitkv.data.meta import StoreMeta, spread_target_layer_ids
 from megatron_splitkv.data.shard import FEATURE_DTYPES
 from megatron_splitkv.data.store import FeatureStore
@@ -51,9 +51,8 @@ def add_online_arguments(group: Any) -> None:
     )
     group.add_argument(
         "--target-layer-ids",
-        type=int,
-        nargs="+",
-        metavar="ID",
+        type=layer_ids,
+        metavar="I,J,...",
         help=f"With {OPTION}: layers whose outputs the drafter reads, 0-based. Default: the "
         "store's, or the initial drafter's, or up to five spread ones.",
     )

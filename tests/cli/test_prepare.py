@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_splitkv.cli import main
+from megatron_splitkv.cli.prepare_report import print_summary
 from megatron_splitkv.data.recipe_smollm2 import SmolLM2Budget
 from megatron_splitkv.data.recipe_tiny import TinyBudget
 from megatron_splitkv.data.store import FeatureStore
@@ -162,6 +163,7 @@ def test_conversations_carry_loss_on_the_last_message(run_folder: Path, tmp_path
         (["--target", "{target}", "--text", "{short}"], "short.jsonl line 3"),
         (["--minutes", "0"], "--minutes 0.0 must be more than 0"),
         (["--sequence-length", "1"], "--sequence-length 1 must be at least 2"),
+        (["--seed", "4294967296"], "--seed 4294967296 must be below 4294967296"),
         (["--mask-token-id", "3"], "does not apply to tiny"),
         (["--text", "missing.txt"], "cannot be read"),
         (["--target-layer-ids", "1,9"], "target layer 9 does not exist"),
@@ -257,3 +259,22 @@ def test_help_does_without_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_verify_misses_a_store_of_a_finished_run(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run[/b]"  # A name that rich would take for markup.
+    shutil.copytree(run_folder, run)
+    assert main(["prepare", "--verify", str(run)]) == 0
+    assert str(run) in capsys.readouterr().out
+    shutil.rmtree(run / "valid")
+    assert main(["prepare", "--verify", str(run)]) == 2
+    assert "there is no such folder" in capsys.readouterr().out
+
+
+def test_a_summary_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary({"target": "model[/b]"}, Path("run[/b]"))
+    shown = capsys.readouterr().out
+    assert "prepared run[/b]" in shown
+    assert "model[/b]" in shown

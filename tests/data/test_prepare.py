@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_splitkv.data.answer_units import AnswerUnits
 from megatron_splitkv.data.chat import encode_sample
 from megatron_splitkv.data.feature_units import FeatureUnits
 from megatron_splitkv.data.prepare import PrepareOptions, prepare
+from megatron_splitkv.data.prepare_target import Outline, PrepareTarget
 from megatron_splitkv.data.recipe_folder import FolderRecipe
 from megatron_splitkv.data.regenerate import Regeneration
 from megatron_splitkv.data.stages import Stages
@@ -299,3 +301,70 @@ def test_a_full_disk_loses_nothing(
     prepare(FolderRecipe(target, [text]), output, OPTIONS, stages=Stages(say=said.append))
     assert said[0].startswith("features: 4 of ")
     assert checksums(output) == checksums(whole)
+
+
+def test_a_kill_behind_the_index_leaves_no_sidecars(
+    whole: Path, target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    with monkeypatch.context() as killed:
+        killed.setattr("megatron_splitkv.data.store_writer.tidy_store", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(FolderRecipe(target, [text]), output, OPTIONS)
+    assert list(output.rglob("shard-*.json"))
+    prepare(FolderRecipe(target, [text]), output, OPTIONS)
+    assert checksums(output) == checksums(whole)
+
+
+def stopped(path: Path) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_run_survives_a_command_that_is_refused(
+    whole: Path, target: Path, text: Path, tmp_path: Path
+) -> None:
+    output, broken = tmp_path / "run", tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": ')
+    prepare(FolderRecipe(target, [text]), output, OPTIONS)
+    summary = (output / "prepare.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"broken.jsonl line 2 is broken"):
+        prepare(FolderRecipe(target, [broken]), output, OPTIONS, overwrite=True)
+    assert checksums(output) == checksums(whole)
+    assert (output / "prepare.json").read_bytes() == summary
+    shorter = FolderRecipe(target, [text], sequence_length=30)
+    prepare(shorter, output, OPTIONS, overwrite=True)
+    assert FeatureStore(output / "train").lengths.max() == 30
+    assert not (output / "prepare_job").exists()
+
+
+def test_an_answered_prompt_outside_the_vocabulary_leaves_nothing(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "\xe9"}, {"role": "assistant", "content": "ab"}]
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"conversations": messages}))
+    outline = PrepareTarget.outline.func
+
+    def fewer(self: PrepareTarget) -> Outline:
+        return replace(outline(self), vocab_size=180)
+
+    monkeypatch.setattr(PrepareTarget, "outline", property(fewer))
+    recipe = FolderRecipe(target, [text], regeneration=Regeneration(max_new_tokens=2))
+    options = replace(OPTIONS, mask_token_id=7)
+    monkeypatch.setattr(FolderRecipe, "check", lambda self, options: None)
+    monkeypatch.setattr(PrepareTarget, "model", None)
+    with pytest.raises(ConfigError, match=r"line 1: token 195 is outside .* vocabulary of 180"):
+        prepare(recipe, tmp_path / "run", options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_target_with_an_end_of_positions_reads_no_longer_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outline = Outline(4, 8, 100, (), None, num_positions=64)
+    monkeypatch.setattr(Outline, "read", lambda path: outline)
+    FolderRecipe(tmp_path, [text], 64).check(replace(OPTIONS, mask_token_id=None))
+    with pytest.raises(ConfigError, match=r"at most 64 tokens; give --sequence-length 64 or less"):
+        FolderRecipe(tmp_path, [text], 65).check(OPTIONS)
+    with pytest.raises(ConfigError, match=r"--sequence-length 48 \(and --max-new-tokens 16\)"):
+        FolderRecipe(tmp_path, [text], 64, Regeneration(max_new_tokens=16)).check(OPTIONS)

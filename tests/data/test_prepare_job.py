@@ -211,3 +211,53 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         job(tmp_path / "run").opened(inputs),
     ):
         pytest.fail("let in")
+
+
+def test_a_refused_overwrite_leaves_the_earlier_run(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    finish(output)
+    before = {path: (output / path).read_bytes() for path in files(output)}
+    with pytest.raises(ConfigError, match="broken"), job(output, taps=(3,)).opened(inputs, True):
+        raise ConfigError("line 2 is broken")
+    assert {path: (output / path).read_bytes() for path in files(output)} == before
+    new = job(output, taps=(3,))
+    with new.opened(inputs, overwrite=True):
+        assert "prepare_job/replaced/prepare.json" in files(output)
+        new.once("samples", dict)
+        assert not any("replaced" in path for path in files(output))
+
+
+def test_a_command_that_began_meanwhile_is_seen(tmp_path: Path) -> None:
+    def while_another_runs() -> dict[str, str]:
+        with job(tmp_path / "run", dtype="bfloat16").opened(inputs):
+            pass
+        return inputs()
+
+    with (
+        pytest.raises(ConfigError, match=r'dtype: "bfloat16", here "float32"'),
+        job(tmp_path / "run").opened(while_another_runs),
+    ):
+        pytest.fail("let in")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "lengths.png"])
+def test_a_file_that_is_in_the_way_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with (
+        pytest.raises(ConfigError, match="does not say by which command"),
+        job(tmp_path).opened(inputs),
+    ):
+        pytest.fail("let in")
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_only_finished_answers_are_worth_keeping(tmp_path: Path) -> None:
+    one = job(tmp_path / "run")
+
+    def answer() -> None:
+        (one.folder / "answers").mkdir()
+        raise ConfigError("no template")
+
+    with pytest.raises(ConfigError, match="no template"), one.opened(inputs):
+        answer()
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import pickle
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,13 @@ def test_tokens_may_have_a_batch_axis_and_states_none(tmp_path: Path) -> None:
         ({"hidden_states": torch.ones(1, 5, 8)}, "input_ids 6, loss_mask 6, hidden_states 5"),
         ({"target_last_hidden_states": torch.ones(1, 7, 8)}, "target_last_hidden_states 7"),
         ({"hidden_states": torch.ones(2, 6, 8)}, r"hidden_states has shape \[2, 6, 8\]"),
-        ({"input_ids": torch.ones(2, 6)}, r"input_ids has shape \[2, 6\]"),
+        ({"input_ids": torch.ones(2, 6).long()}, r"input_ids has shape \[2, 6\]"),
+        ({"input_ids": torch.ones(6).half()}, "input_ids are torch.float16, expected int64 or"),
+        ({"hidden_states": torch.ones(6, 8).to_sparse()}, "hidden_states is no tensor"),
+        (
+            {"target_last_hidden_states": torch.ones(1, 6, 8)},
+            "hidden_states are torch.bfloat16 and target_last_hidden_states torch.float32",
+        ),
         ({"hidden_states": torch.ones(1, 6, 8).int()}, "dtype torch.int32; float32, bfloat16"),
     ],
 )
@@ -132,6 +139,15 @@ def test_a_truncated_file_is_one_line(tmp_path: Path, packed: bool) -> None:
     with pytest.raises(ConfigError, match=r"data_0.ckpt\S* cannot be read") as caught:
         SpecForgeData(tmp_path).open(0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_pickle_is_one_line(tmp_path: Path) -> None:
+    """Whatever the unpickler raises: a memo that is not there is a KeyError."""
+    with zipfile.ZipFile(tmp_path / "data_0.ckpt", "w") as file:
+        file.writestr("data/data.pkl", b"\x80\x02]h\x07.")
+        file.writestr("data/version", b"3\n")
+    with pytest.raises(ConfigError, match=r"data_0.ckpt cannot be read \(KeyError\)"):
+        SpecForgeData(tmp_path).open(0)
 
 
 class Bomb:

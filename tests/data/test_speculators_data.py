@@ -149,3 +149,18 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
     (broken / "state.json").write_text(json.dumps({"_data_files": [{"filename": "gone.arrow"}]}))
     with pytest.raises(ConfigError, match="is no dataset with"):
         ArrowRows(broken)
+
+
+def test_a_row_without_tokens_is_named(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"input_ids": [[5, 6], None], "loss_mask": [[0, 1], [0, 1]]})
+    with (
+        arrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        arrow.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    rows = ArrowRows(tmp_path)
+    assert rows[0][0].tolist() == [5, 6]
+    with pytest.raises(ConfigError, match="row 1 of the dataset has no input_ids or no loss_mask"):
+        rows[1]

@@ -170,6 +170,14 @@ def test_file_cut_while_open_is_an_error_not_garbage(tmp_path: Path) -> None:
         store.read_features(0, 90, 100)
 
 
+def test_a_store_moved_while_open_is_one_line(tmp_path: Path) -> None:
+    _write(tmp_path / "s", _documents([40, 40, 40]))
+    store = FeatureStore(tmp_path / "s")
+    (tmp_path / "s").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"shard-00000.safetensors cannot be opened any more"):
+        store.token_ids(0)
+
+
 @pytest.mark.parametrize("name", ["shard-00000.safetensors", "target_frozen.safetensors"])
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
     make_synthetic_store(tmp_path / "s", [50])

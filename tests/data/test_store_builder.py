@@ -12,6 +12,7 @@ import torch
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo
 from megatron_splitkv.data.store import FeatureStore
+from megatron_splitkv.data.store_index import StoreIndex
 from megatron_splitkv.data.store_writer import FeatureStoreWriter, StoreBuilder
 
 TARGET = TargetInfo(
@@ -113,6 +114,26 @@ def test_a_store_without_all_its_shards_is_not_closed(tmp_path: Path) -> None:
         builder.close()
     with pytest.raises(ConfigError, match="is not a feature store"):
         FeatureStore(tmp_path / "s")
+
+
+def test_a_store_may_be_closed_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s"
+    first, second, third = (_builder(path) for _ in range(3))
+    for shard in range(4):
+        _write_shard(first, shard)
+
+    def write(index: StoreIndex, folder: Path) -> None:
+        """Another one comes in front of this one's index, and takes the sidecars away."""
+        monkeypatch.undo()
+        second.close()
+        index.write(folder)
+
+    monkeypatch.setattr(StoreIndex, "write", write)
+    first.close()
+    content = _content(path)
+    third.close()  # finds the index and no sidecar
+    assert _content(path) == content
+    FeatureStore(path, verify="full")
 
 
 def test_a_damaged_or_foreign_shard_is_missing_again(tmp_path: Path) -> None:

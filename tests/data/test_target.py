@@ -154,3 +154,9 @@ def test_a_target_is_loaded_to_a_device(tmp_path: Path) -> None:
     model = load_target(tmp_path, device="cuda")
     assert isinstance(model, LlamaForCausalLM)
     assert {p.device.type for p in model.parameters()} == {"cuda"}
+
+
+def test_a_model_without_language_is_refused_by_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match="no language model for ViTConfig"):
+        load_target_config(tmp_path)

@@ -64,8 +64,8 @@ def _prepare(
     ("store", "argv", "layers", "dtype"),
     [
         ("features", (), TINY.target_layer_ids, torch.float32),
-        ("features", ("--target-layer-ids", "1", "3", "--bf16"), (1, 3), torch.float32),
-        ("tokens", ("--target-layer-ids", "0", "2"), (0, 2), torch.float32),
+        ("features", ("--target-layer-ids", "1,3", "--bf16"), (1, 3), torch.float32),
+        ("tokens", ("--target-layer-ids", "0,2"), (0, 2), torch.float32),
         ("tokens", ("--bf16",), (2,), torch.bfloat16),  # 4 layers: as prepare would choose
     ],
 )
@@ -158,8 +158,8 @@ def test_bad_targets_are_one_line_and_leave_nothing(
         (tmp_path / "nowhere", (), "--online-target .*nowhere: there is no such folder"),
         (empty, (), "has no weight files"),
         (folders["other"], (), "other is another target .* than the feature store's .'tiny'"),
-        (folders["target"], ("--target-layer-ids", "1", "4"), "target layer 4 does not exist"),
-        (folders["target"], ("--target-layer-ids", "2", "1"), "must ascend without repetition"),
+        (folders["target"], ("--target-layer-ids", "1,4"), "target layer 4 does not exist"),
+        (folders["target"], ("--target-layer-ids", "2,1"), "must ascend without repetition"),
         (folders["target"], ("--online-target-backend", "jax"), "choose one of: hf, megatron"),
         (None, ("--online-target-backend", "hf"), "backend is for a target in the job: add --onl"),
         (None, ("--target-layer-ids", "1"), "--target-layer-ids is for a target in the job"),
@@ -197,9 +197,9 @@ def test_checkpoints_with_other_layers_are_refused(
     monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     argv = ("--save", str(tmp_path / "checkpoints"), "--target-layer-ids")
-    _prepare(monkeypatch, folders["tokens"], folders["target"], *argv, "0", "2")
+    _prepare(monkeypatch, folders["tokens"], folders["target"], *argv, "0,2")
     saved = DFlashConfig.load(tmp_path / "checkpoints" / DRAFTER_CONFIG_FILE)
     assert saved.target_layer_ids == (0, 2)
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(ConfigError, match="target_layer_ids"):
-        _prepare(monkeypatch, folders["tokens"], folders["target"], *argv, "1", "2")
+        _prepare(monkeypatch, folders["tokens"], folders["target"], *argv, "1,2")
