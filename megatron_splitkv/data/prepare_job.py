@@ -152,6 +152,7 @@ class PrepareJob:
             if not path.exists():
                 write_json(path, make())
             if name == "samples":
+                _remove(self.folder / _REPLACED / SUMMARY_FILE)
                 _remove(self.folder / _REPLACED)
         else:
             self._wait(path.exists)
@@ -244,14 +245,18 @@ class PrepareJob:
         if self.finished:
             _remove(replaced)
             replaced.mkdir()
-            # The summary first: without it nobody takes the rest for a run.
+        # The summary first: without it nobody takes the rest for a run. A killed move goes on.
+        if self.finished or (replaced / SUMMARY_FILE).exists():
             for path in self._results():
-                os.replace(path, replaced / path.name)
+                if not (replaced / path.name).exists():
+                    os.replace(path, replaced / path.name)
         for path in self._results():
             _remove(path)
 
     def _put_back(self) -> None:
         """Undo `_put_aside`, the summary last."""
+        if not (self.folder / _REPLACED / SUMMARY_FILE).exists():
+            return
         names = [path.name for path in self._results(self.folder / _REPLACED)]
         for name in reversed(names):
             os.replace(self.folder / _REPLACED / name, self.output / name)

@@ -15,6 +15,7 @@ ROLES: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
 _HELD_OUT_ONE_IN = 32
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ENCODING = "utf-8-sig"  # some editors begin a file with a byte order mark
 # Tables of numbers and generated pages: not the text that a target should learn from.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "encodings", "pydoc_data"})
 # ShareGPT writes {"from", "value"}, and calls the two speakers so.
@@ -119,7 +120,7 @@ def read_samples(paths: Sequence[str | Path]) -> Iterator[RawSample]:
 def _read_all(files: Sequence[Path]) -> Iterator[RawSample]:
     empty = True
     for path in files:
-        for sample in _read_lines(path) if path.suffix == ".jsonl" else _read_text(path):
+        for sample in _read_lines(path) if path.suffix.lower() == ".jsonl" else _read_text(path):
             empty = False
             yield sample
     if empty:
@@ -128,7 +129,7 @@ def _read_all(files: Sequence[Path]) -> Iterator[RawSample]:
 
 def _read_text(path: Path) -> Iterator[RawSample]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=_ENCODING)
     except UnicodeDecodeError as error:
         raise ConfigError(f"text file {path} cannot be read: {error}") from error
     if text.strip():
@@ -147,7 +148,7 @@ def _read_lines(path: Path) -> Iterator[RawSample]:
 def _parse_line(origin: str, line: bytes) -> str | Conversation:
     try:
         # A lone surrogate cannot be UTF-8, only the escape of a JSON text can write it.
-        sample = json.loads(line.decode("utf-8"))
+        sample = json.loads(line.decode(_ENCODING))
         if b"\\ud" in line.lower():
             _require_encodable(json.dumps(sample, ensure_ascii=False))
         return _content(sample)

@@ -124,6 +124,13 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
     assert next(read_samples([file])).content == "\U0001f600"
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.JSONL"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    text = "abc" if name == "a.txt" else '{"text": "abc"}'
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [sample.content for sample in read_samples([tmp_path / name])] == ["abc"]
+
+
 def test_json_lines_are_read_one_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     line = json.dumps({"text": "x" * 10_000}) + "\n"
