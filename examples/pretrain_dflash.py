@@ -28,7 +28,7 @@ def main() -> None:
             setup.args,
             datasets_provider=DatasetsProvider(setup),
             model_provider=ModelProvider(setup),
-            forward_step=ForwardStep(),
+            forward_step=ForwardStep(open_target=setup.open_target),
         )
 
 

@@ -179,7 +179,7 @@ def test_a_job_on_four_ranks_trains_as_one_process_with_a_store(tmp_path: Path) 
         *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
         *("--cp-comm-type", "splitkv", "--online-target-backend", "megatron"),
         *("--online-target", str(target)),
-        *("--target-layer-ids", *map(str, TINY.target_layer_ids)),
+        *("--target-layer-ids", ",".join(map(str, TINY.target_layer_ids))),
     )
     logs = {}
     for store, ranks, options in (("features", 1, ()), ("tokens", 4, online)):

@@ -207,7 +207,7 @@ def test_a_job_trains_evaluates_and_resumes_as_with_a_store(
     stores = ("--valid-feature-store", str(valid))
     online = (
         *("--feature-store", str(folders["tokens"]), "--online-target", str(folders["target"])),
-        *("--target-layer-ids", *map(str, TINY.target_layer_ids)),
+        *("--target-layer-ids", ",".join(map(str, TINY.target_layer_ids))),
     )
     offline = ("--feature-store", str(folders["features"]))
     saving = ("--save", str(checkpoints), "--save-interval", "2")

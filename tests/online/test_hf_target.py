@@ -1,5 +1,6 @@
 """Hidden states of a pack on P ranks are those of one run over each document."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ def test_documents_longer_than_a_pass_are_read_in_chunks(
 def test_long_documents_of_a_target_that_cannot_read_chunks_are_refused_before_they_come(
     model: Any, meta: StoreMeta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = deepcopy(model)  # a model is probed once, and the tests before this one have
     decoder = type(model.get_decoder())
     forward = decoder.forward
 
