@@ -118,7 +118,7 @@ def test_both_ways_read_the_same_rows(folder: Path, state: str) -> None:
 # In a process of its own: in one that has freed much, what is touched may be resident already.
 PEAK_PROBE = """
 import numpy as np
-from megatron_splitkv.bench.memory import EXACT_MALLOC
+from megatron_splitkv.bench.memory import PeakMemory
 peak = PeakMemory()
 held = np.zeros(64 << 20, dtype=np.uint8)
 assert peak.grown() < 32 << 20, "not touched yet"
