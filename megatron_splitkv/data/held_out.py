@@ -1,6 +1,6 @@
 """Which documents of a stream are held out: a sixteenth for validation, each with a prompt."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -8,7 +8,7 @@ from megatron_splitkv.data.chat import Encoded
 from megatron_splitkv.data.corpus import Prompt
 from megatron_splitkv.data.sample_stores import CorpusEntry
 
-HELD_OUT_ONE_IN = 16
+_ONE_IN = 16
 
 
 def hold_out(documents: Iterable[tuple[int, Encoded]], tokenizer: Any) -> Iterator[CorpusEntry]:
@@ -28,7 +28,7 @@ def hold_out(documents: Iterable[tuple[int, Encoded]], tokenizer: Any) -> Iterat
     for numbered in documents:
         head.append(numbered)
         usable += not numbered[1].without_response
-        if usable == HELD_OUT_ONE_IN:
+        if usable == _ONE_IN:
             break
     place = 0
     for number, document in chain(head, documents):
@@ -38,3 +38,13 @@ def hold_out(documents: Iterable[tuple[int, Encoded]], tokenizer: Any) -> Iterat
             continue
         ids = document.sample.token_ids[: document.prompt_tokens].tolist()
         yield CorpusEntry("valid", document, Prompt(f"sample-{number}", tokenizer.decode(ids), ids))
+
+
+def held_out(usable: Sequence[int]) -> Sequence[int]:
+    """Which of the usable documents `hold_out` has put into the validation store.
+
+    Args:
+        usable: their numbers among the samples, ascending, at least one.
+    """
+    step = min(_ONE_IN, len(usable))
+    return usable[step - 1 :: step]

@@ -15,7 +15,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.answer_units import Answered
 from megatron_splitkv.data.chat import Encoded
 from megatron_splitkv.data.corpus import Sample
-from megatron_splitkv.data.held_out import HELD_OUT_ONE_IN, hold_out
+from megatron_splitkv.data.held_out import held_out, hold_out
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_mask_token
 from megatron_splitkv.data.offline_data import OfflineData, OfflineSample
 from megatron_splitkv.data.offline_states import OfflineStates
@@ -155,10 +155,8 @@ class ImportRecipe:
         """The files' rows, with final hidden states as the target's head reads them."""
         gone = set(samples["left_out"])
         kept = [number for number in range(len(self.data)) if number not in gone]
-        step = min(HELD_OUT_ONE_IN, len(kept))
-        valid = kept[step - 1 :: step]
-        held_out = set(valid)
-        numbers = {"train": [n for n in kept if n not in held_out], "valid": valid}
+        valid = held_out(kept)
+        numbers = {"train": sorted(set(kept) - set(valid)), "valid": valid}
         if not meta.final_hidden or self._final_normed:
             return OfflineStates(self.data, numbers)
         return OfflineStates(self.data, numbers, lambda: find_final_norm(target.model))

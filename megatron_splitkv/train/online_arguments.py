@@ -103,11 +103,11 @@ def features_meta(args: argparse.Namespace, store: FeatureStore) -> StoreMeta:
         return store.meta
     meta = store.meta
     if args.target_layer_ids is None:
-        args.target_layer_ids = list(_default_taps(args, meta))
+        args.target_layer_ids = _default_taps(args, meta)
     training_dtype = "bfloat16" if args.bf16 else "float32"
     return replace(
         meta,
-        target_layer_ids=tuple(args.target_layer_ids),
+        target_layer_ids=args.target_layer_ids,
         dtype=meta.dtype if meta.has_features else training_dtype,
         final_hidden=True,
         has_features=True,
