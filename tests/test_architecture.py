@@ -129,4 +129,4 @@ def test_import_is_light_and_patches_nothing() -> None:
     """Neither Transformer Engine, apex, triton nor a GPU is needed: hidden, if they are there."""
     missing = ["transformer_engine", "apex", "triton"]
     hidden = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-    subprocess.run([sys.executable, "-c", hidden + IMPORT_PROBE], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", hidden + IMPORT_PROBE], check=True, timeout=300)

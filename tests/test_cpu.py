@@ -40,7 +40,7 @@ def test_importing_changes_nothing() -> None:
         "assert all(vars(torch.cuda)[k] is v for k, v in before.items());"
         "assert 'megatron.core' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_undo_restores_every_attribute() -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 # Time that the other ranks get to finish (or to fail too) once one rank has failed.
 _GRACE_SECONDS = 3.0
-_STARTUP_SECONDS = 90.0
+_STARTUP_SECONDS = 300.0
 
 
 class GlooPool:
@@ -42,7 +42,7 @@ class GlooPool:
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call `fn(*args)` on every rank and wait for all of them.
 
         Args:

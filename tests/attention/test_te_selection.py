@@ -261,4 +261,4 @@ def test_importing_attention_imports_no_kernel_of_others() -> None:
         "assert 'transformer_engine' not in sys.modules\n"
         "assert 'megatron_splitkv.attention.kernels.te' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=300)

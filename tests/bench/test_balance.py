@@ -58,7 +58,6 @@ def test_no_more_anchors_than_tokens():
     assert work.block_keep_mask.tolist() == [True]
 
 
-@pytest.mark.timeout(300)  # two processes import Megatron
 def test_command_trains_prints_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_splitkv.bench.balance.find_spec", lambda name: None)
     assert main(["bench", "balance", *SMALL, "--output", str(tmp_path / "out")]) == 0

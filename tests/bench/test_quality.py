@@ -449,7 +449,6 @@ def test_command_prints_and_writes(tmp_path, no_data, monkeypatch, capsys):
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_one_point_for_real(prepared, tmp_path):
     folder, _ = prepared
     checkpoints, seen = tmp_path / "checkpoints", []

@@ -7,8 +7,6 @@ import pytest
 
 from tests.drafter.harness import TINY, frozen_target, on_ranks, parallel_state
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def _strategies(entries: list[str]) -> list[str]:
     from megatron_splitkv.drafter import DFlashModel, get_dflash_layer_spec

@@ -30,7 +30,6 @@ from tests.drafter.harness import (
 from tests.drafter.naive_drafter import logits_of, naive_drafter_loss, naive_hidden
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(400)
 
 TOLERANCE = 1e-5
 SLIDING = replace(

@@ -24,7 +24,6 @@ from tests.drafter.harness import (
 )
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(300)
 
 
 def frozen_parts(tied: bool) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from tests.drafter.harness import (
 )
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(300)
 
 PLACES = [
     SplitKVOptions(gather=gather, scatter=scatter, query_cast=cast)

@@ -17,7 +17,6 @@ from tests.distributed.test_two_levels import FAULTS
 from tests.drafter.harness import TINY, StepResult, awkward_samples, on_ranks, train_step
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(300)
 
 
 def options(per_node: int, gather: str = "q", scatter: str = "heads", **more: Any) -> Any:

@@ -27,7 +27,6 @@ from tests.drafter.harness import (
 )
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(400)
 
 TOLERANCE = 1e-5
 KINDS = {kind: replace(TINY_DSPARK, markov_head_type=kind) for kind in ("vanilla", "gated", "rnn")}

@@ -12,7 +12,7 @@ from megatron_splitkv.export.checkpoint import find_iteration, read_model_tensor
 from tests.distributed.jobs import DRAFTER, ROOT
 from tests.train.launches import TINY_DRAFTER, make_store
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.job
 
 
 def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
             seen.append(line)
             if "iteration        3/" in line:
                 process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     finally:
         process.kill()
         process.wait()

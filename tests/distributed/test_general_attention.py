@@ -335,7 +335,7 @@ def solve_all(
 
 @pytest.fixture(scope="module")
 def answers() -> list[Any]:
-    return gloo_pool(8).run(solve_all, list(CASES), LAYOUTS, timeout=300.0)
+    return gloo_pool(8).run(solve_all, list(CASES), LAYOUTS)
 
 
 @pytest.mark.parametrize("name", CASES)

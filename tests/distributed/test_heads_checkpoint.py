@@ -12,7 +12,6 @@ from tests.distributed.layouts import Layout, packs_of, trainer
 from tests.drafter.harness import TINY_DOMINO, TINY_DSPARK, on_ranks
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(400)
 
 DRAFTERS = [TINY_DOMINO, replace(TINY_DSPARK, markov_head_type="rnn")]
 SPLIT = Layout(4, tp=2, cp=2, distributed=True)

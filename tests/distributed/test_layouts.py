@@ -21,7 +21,6 @@ from tests.distributed.layouts import (
 from tests.drafter.harness import on_ranks
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(400)
 
 TOLERANCE = 1e-5
 # Rounding a parameter to bf16 alone changes it by up to 2^-8 = 4e-3 of itself.

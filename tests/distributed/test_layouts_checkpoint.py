@@ -15,7 +15,6 @@ from tests.distributed.layouts import Layout, packs_of, trainer
 from tests.drafter.harness import on_ranks
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(400)
 
 SAVED_AFTER = 2
 PLAIN_CP2 = Layout(4, cp=2, overlap=True)

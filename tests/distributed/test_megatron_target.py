@@ -23,8 +23,6 @@ from tests.online import tiny
 from tests.online.tiny_folders import SHAPE, TARGETS, save_target
 from tests.train.launches import TINY_DRAFTER
 
-pytestmark = pytest.mark.timeout(300)  # ranks import Megatron
-
 LAYOUTS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]  # (tp, cp)
 TAPS = (0, 2, 3)  # the last layer too, whose output the final norm follows
 LENGTHS = (7, 1, 12, 26, 2, 5)
@@ -112,7 +110,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert (folder / "model.safetensors").is_file() != bool(sharded)
     (folder / "states").mkdir()
     save_file(hf_states(model), folder / "states" / "expected.safetensors")
-    return gloo_pool(6).run(differences, str(folder), timeout=200.0)
+    return gloo_pool(6).run(differences, str(folder))
 
 
 @pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
@@ -157,7 +155,7 @@ def test_dtypes_are_the_targets_own_unless_asked_for(tmp_path: Path) -> None:
     rounding = relative_error(rounded.float(), exact["features"])
     (tmp_path / "states").mkdir()
     save_file(exact, tmp_path / "states" / "expected.safetensors")
-    for found in gloo_pool(6).run(in_bf16, str(tmp_path), timeout=200.0)[:2]:
+    for found in gloo_pool(6).run(in_bf16, str(tmp_path))[:2]:
         assert 0 < found["error"] <= 1.5 * rounding < 0.05
         assert found["hooks"] == [0] * SHAPE["num_hidden_layers"]
 
@@ -170,7 +168,6 @@ JOB = (
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_a_job_on_four_ranks_trains_as_one_process_with_a_store(tmp_path: Path) -> None:
     target = tiny.save_target(tmp_path / "target")
     tiny.save_store(tmp_path / "features", target)

@@ -29,8 +29,6 @@ from tests.drafter.harness import on_ranks, parallel_state
 from tests.plan.test_row_source import te_partitioned_indices
 from tests.train.launches import make_store
 
-pytestmark = pytest.mark.timeout(300)
-
 DOCUMENTS = np.array([3, 0, 5, 9, 8])  # of 63, 70, 30, 1 and 2 tokens
 PAD = 0
 

@@ -31,8 +31,6 @@ from tests.online.tiny import LENGTHS, save_store, save_target
 from tests.train.launches import TINY_DRAFTER
 from tests.train.test_forward_step import _Timers
 
-pytestmark = pytest.mark.timeout(300)
-
 SEQ_LENGTH = 96
 STEPS = 3
 
@@ -197,7 +195,6 @@ JOB = (
 
 
 @pytest.mark.job
-@pytest.mark.timeout(600)
 def test_a_job_trains_evaluates_and_resumes_as_with_a_store(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
-import pytest
-
 from megatron_splitkv.config import PLAN_STRATEGIES
 from tests.distributed.test_drafter_step import TOLERANCE, assert_same_step, truth
 from tests.drafter.harness import StepResult, awkward_samples, on_ranks, train_step
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(300)
 
 INSTALLED = [name for name in PLAN_STRATEGIES if name != "hypergraph" or find_spec("kahypar")]
 

@@ -15,7 +15,7 @@ from megatron_splitkv.data.store_writer import FeatureStoreWriter
 from tests.distributed.jobs import logged, run_job
 from tests.train.launches import HIDDEN_SIZE, TINY_DRAFTER, VOCAB_SIZE, make_store
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.job
 
 STEPS, SAVED_AT = 6, 4
 COMMON = (
@@ -244,7 +244,7 @@ def test_a4_a12_unusable_packs_neither_hang_nor_poison_a_job(tmp_path: Path) -> 
 
 
 def test_bad_input_ends_every_rank_with_one_line_and_code_2(tmp_path: Path) -> None:
-    job = run_job(2, ["--context-parallel-size", "2", "--cp-comm-type", "SplitKV"], timeout=120)
+    job = run_job(2, ["--context-parallel-size", "2", "--cp-comm-type", "SplitKV"])
     assert job.returncode != 0
     assert job.output.count("error: ") == 1
     assert "--feature-store is missing" in job.output

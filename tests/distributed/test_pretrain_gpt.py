@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.jobs import logged, run_job
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.job
 
 STEPS = 5
 COMMON = (

@@ -22,8 +22,6 @@ from megatron_splitkv.testing import gloo_pool, subgroup
 from tests.plan.layouts import layout_of, random_plan
 from tests.plan.test_redistribution import random_source
 
-pytestmark = pytest.mark.timeout(240)
-
 SIZES = [1, 2, 3, 4, 5, 8]
 
 

@@ -22,7 +22,6 @@ from tests.drafter.harness import (
 )
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(300)
 
 PEERS = CP_COMM_TYPES[1:]
 # Query and key heads of TINY are 4 and 2: Ulysses cannot deal them out to 3 ranks.

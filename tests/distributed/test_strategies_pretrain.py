@@ -12,7 +12,7 @@ from megatron_splitkv.data.store import FeatureStore
 from tests.distributed.jobs import logged, run_job
 from tests.train.launches import TINY_DRAFTER, make_store
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.job
 
 PEERS = CP_COMM_TYPES[1:]
 STEPS, SEED, LENGTH = 3, 1234, 96

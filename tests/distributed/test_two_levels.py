@@ -68,7 +68,7 @@ def errors(
     cases: Sequence[tuple[Problem, int]], run: Callable[..., Any] = _solve_all, *arguments: Any
 ) -> list[dict[str, float]]:
     """Relative errors of each case's results against fp64 truth."""
-    shares = gloo_pool(8).run(run, cases, *arguments, timeout=110.0)
+    shares = gloo_pool(8).run(run, cases, *arguments)
     found = []
     for i, (problem, cp_size) in enumerate(cases):
         plan = problem.plan(cp_size)

@@ -16,8 +16,6 @@ from megatron_splitkv.doctor.probe import Answer
 from megatron_splitkv.testing.synthetic import make_synthetic_store
 from tests.doctor import stubs
 
-pytestmark = pytest.mark.timeout(500)
-
 AREAS = ["packages", "device", "attention kernels", "communication", "files"]
 
 

@@ -97,7 +97,6 @@ def test_only_naive_on_a_gpu_is_a_problem() -> None:
     assert "auto" not in kernels(HOPPER, "te", te=None)
 
 
-@pytest.mark.timeout(400)
 def test_kernels_of_this_machine() -> None:
     answer = run_inspection("kernels", "32", "8", "128", timeout=300.0)
     found = by_subject(machine.kernel_findings(answer))
@@ -107,7 +106,6 @@ def test_kernels_of_this_machine() -> None:
     assert has_gpu or answer.facts["self_test"] == {}
 
 
-@pytest.mark.timeout(400)
 def test_two_processes_reach_each_other() -> None:
     answer = run_inspection("loopback", "gloo", "2", timeout=300.0)
     finding = machine.loopback_finding("gloo", answer)
@@ -115,7 +113,6 @@ def test_two_processes_reach_each_other() -> None:
     assert answer.facts["ranks"] == 2
 
 
-@pytest.mark.timeout(400)
 def test_processes_that_do_not_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     answer = run_inspection("loopback", "gloo", "2", timeout=300.0)
@@ -127,7 +124,6 @@ def test_processes_that_do_not_are_reported_with_a_remedy(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.timeout(400)
 def test_nccl_reaches_what_there_is() -> None:
     ranks = min(2, torch.cuda.device_count())
     answer = run_inspection("loopback", "nccl", str(ranks), timeout=300.0)

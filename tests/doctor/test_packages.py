@@ -13,8 +13,6 @@ from megatron_splitkv.doctor import Finding, Status, packages
 from megatron_splitkv.doctor.probe import Answer, run_inspection
 from tests.doctor import stubs
 
-pytestmark = pytest.mark.timeout(400)  # every inspection imports torch, and Megatron too
-
 TIMEOUT = 120.0
 H100 = [{"name": "H100", "capability": [9, 0], "gigabytes": 80.0}]
 

@@ -15,8 +15,6 @@ from megatron_splitkv.testing.synthetic import make_synthetic_store
 from tests.drafter.harness import TINY
 from tests.export.megatron_checkpoint import save_checkpoints, write_tracker
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:

@@ -90,9 +90,9 @@ class Sample:
         )
 
 
-def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any:
+def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Results of `fn(*args)` on that many ranks; their first call imports Megatron, slowly."""
-    return gloo_pool(world_size).run(_without_rest, fn, *args, timeout=timeout)
+    return gloo_pool(world_size).run(_without_rest, fn, *args)
 
 
 def _without_rest(fn: Callable[..., Any], *args: Any) -> Any:

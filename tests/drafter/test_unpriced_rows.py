@@ -15,8 +15,6 @@ from tests.drafter.harness import (
     parallel_state,
 )
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def _loss_and_gradients(config: DFlashConfig, fill: float) -> list[torch.Tensor]:
     """Of rows after the backbone, then of all parameters that the loss reads."""

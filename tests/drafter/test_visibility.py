@@ -21,7 +21,6 @@ from megatron_splitkv.drafter.kinds import config_class
 from tests.drafter.harness import TINY, build_model, make_sample, on_ranks, parallel_state
 
 # Ranks that import Megatron on a busy machine take their time.
-pytestmark = pytest.mark.timeout(400)
 
 LENGTHS = [16, 9]
 ANCHORS = [3, 6, 7, 14, 17, 22]  # blocks of the first document overlap, the last runs over its end

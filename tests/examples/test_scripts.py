@@ -138,7 +138,6 @@ def test_a_forgotten_variable_is_named(name: str) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_two_nodes_on_the_loopback_interface() -> None:
     done = subprocess.run(
         ["bash", str(ROOT / "examples/two_nodes_smoke.sh")],

@@ -66,7 +66,7 @@ def test_processes_agree():
             env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
             check=True,
         ).stdout
         for seed in ("0", "77")

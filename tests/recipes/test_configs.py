@@ -9,8 +9,6 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.recipes import RECIPES, load_recipe
 from tests.recipes.environment import needs_bridge, run_python
 
-pytestmark = pytest.mark.timeout(400)
-
 REFUSED: dict[str, tuple[list[str], str]] = {
     "no store": (["dataset.feature_store=null"], "dataset.feature_store is missing"),
     "strategy": (["dataset.plan_strategy=best"], "dataset.plan_strategy 'best' is not known"),

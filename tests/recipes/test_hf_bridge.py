@@ -11,7 +11,7 @@ from tests.distributed.jobs import run_job
 from tests.drafter.harness import TINY
 from tests.recipes.environment import needs_bridge
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(400), needs_bridge]
+pytestmark = [pytest.mark.job, needs_bridge]
 
 _COLUMN = ("fc.weight", "linear_q.weight", "linear_kv.weight")
 _ROW = ("linear_proj.weight", "linear_fc2.weight")

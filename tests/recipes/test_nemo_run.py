@@ -3,11 +3,9 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.recipes.environment import needs_nemo_run, run_python
 
-pytestmark = [pytest.mark.timeout(300), needs_nemo_run]
+pytestmark = needs_nemo_run
 
 LAUNCH = "examples/nemo_run_launch.py"
 OVERRIDES = ("dataset.feature_store=/data/train", "train.train_iters=20")

@@ -13,7 +13,7 @@ from tests.recipes.environment import needs_bridge
 from tests.recipes.tiny import make_stores
 from tests.train.launches import TINY_DRAFTER
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(600), needs_bridge]
+pytestmark = [pytest.mark.job, needs_bridge]
 
 STEPS, SAVED_AT = 3, 2
 BRIDGE = ("-m", "tests.recipes.train_job")
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         *("qwen3-8b", *overrides, "model.transformer.context_parallel_size=2"),
         *(f"checkpoint.save={folder / 'checkpoints'}", f"checkpoint.save_interval={SAVED_AT}"),
     ]
-    job = run_job(2, run, program=BRIDGE, timeout=400).check()
+    job = run_job(2, run, program=BRIDGE).check()
     return Trained(folder, overrides, job.output)
 
 
@@ -72,7 +72,7 @@ def test_the_recipes_own_precision_and_optimizer_train_too(trained: Trained) -> 
         *("ddp.use_distributed_optimizer=true", "ddp.overlap_param_gather=true"),
         "optimizer.use_distributed_optimizer=true",
     ]
-    job = run_job(2, run, program=BRIDGE, timeout=400).check()
+    job = run_job(2, run, program=BRIDGE).check()
     assert _losses(job.output) == pytest.approx(_losses(trained.output), rel=2e-3)
 
 
@@ -96,7 +96,7 @@ def test_a_run_resumes_on_another_layout(trained: Trained, tmp_path: Path) -> No
         *(f"checkpoint.load={trained.checkpoints}", f"checkpoint.ckpt_step={SAVED_AT}"),
         f"checkpoint.save={tmp_path / 'resumed'}",
     ]
-    job = run_job(1, run, program=BRIDGE, timeout=400).check()
+    job = run_job(1, run, program=BRIDGE).check()
     assert f"Starting training loop at iteration {SAVED_AT}" in job.output
     whole = _weights(trained.checkpoints, tmp_path / "whole")
     resumed = _weights(tmp_path / "resumed", tmp_path / "exported")

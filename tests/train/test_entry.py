@@ -20,7 +20,7 @@ def test_help_of_the_entry_point() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert shown.returncode == 0
     assert "warn" not in shown.stderr.lower()

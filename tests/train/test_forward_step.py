@@ -19,8 +19,6 @@ from megatron_splitkv.testing import gloo_pool, subgroup
 from tests.train.launches import make_store
 from tests.train.test_dataset import RECIPE, _dataset, _plan
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> FeatureStore:

@@ -69,7 +69,7 @@ def test_every_rank_of_a_job_leaves_with_code_2(tmp_path: Path) -> None:
         env=_environment(),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert job.returncode != 0
     assert job.stderr.count("error: --option is wrong; use another\n") == 1
