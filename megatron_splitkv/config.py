@@ -1,7 +1,9 @@
 """Names that users type, in one place, and the error that bad input becomes."""
 
 import argparse
-from collections.abc import Iterable
+import difflib
+import re
+from collections.abc import Iterable, Sequence
 
 DRAFTERS: tuple[str, ...] = ("dflash", "domino", "dspark")
 CP_COMM_TYPES: tuple[str, ...] = ("splitkv", "a2a", "p2p", "ringx", "lv_xattn", "all_gather")
@@ -20,6 +22,9 @@ SCATTER_PLACES: tuple[str, ...] = ("auto", "heads", "proj")
 QUERY_CASTS: tuple[str, ...] = ("auto", "all", "group")
 SAVE_POLICIES: tuple[str, ...] = ("gathered", "own")
 ONLINE_TARGETS: tuple[str, ...] = ("hf", "megatron")
+
+# Share of letters that two names have in common, as `difflib` counts, from which they are close.
+_CLOSE = 0.7
 
 
 class ConfigError(ValueError):
@@ -48,6 +53,42 @@ def require_choice(option: str, value: str, choices: Iterable[str]) -> str:
     if value not in allowed:
         raise ConfigError(f"{option} {value!r} is not known; choose one of: {', '.join(allowed)}")
     return value
+
+
+def refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Say which option is unknown and what is close to it, before argparse prints its usage.
+
+    Whatever argparse would take, help included, is left to it.
+
+    Args:
+        parser: complete.
+        words: what the user typed, the program's name left out.
+
+    Raises:
+        ConfigError: naming the unknown options.
+    """
+    typed = words[: words.index("--")] if "--" in words else words
+    # A word with a space is no option to argparse; nor is a negative number.
+    names = [word.split("=")[0] for word in typed if re.fullmatch(r"--?[A-Za-z]\S*", word)]
+    unknown = [name for name in names if not _is_known(name, parser)]
+    if not unknown or not {"-h", "--help"}.isdisjoint(typed):
+        return
+    known, said = parser._option_string_actions, []
+    for name in unknown:
+        close = difflib.get_close_matches(name, known, cutoff=_CLOSE)
+        said.append(f"{name} (closest: {', '.join(close) or 'none'})")
+    several = "s" if len(unknown) > 1 else ""
+    raise ConfigError(f"unknown option{several} {', '.join(said)}; --help lists all")
+
+
+def _is_known(name: str, parser: argparse.ArgumentParser) -> bool:
+    """Whether argparse takes an option: abbreviated, too, and `-ofile` for `-o file`."""
+    known = parser._option_string_actions
+    if not name.startswith("--"):
+        return name in known or name[:2] in known
+    return name in known or (
+        parser.allow_abbrev and any(option.startswith(name) for option in known)
+    )
 
 
 def layer_ids(text: str) -> tuple[int, ...]:

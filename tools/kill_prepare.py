@@ -29,6 +29,11 @@ ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# The text is small: so are its parts, for there to be several.
+COMMAND = (
+    "from megatron_splitkv.data import text_units; text_units._UNIT_BYTES = 2048; "
+    "from megatron_splitkv.cli import main; raise SystemExit(main())"
+)
 JOB = "prepare_job"
 TIMES_DIFFER = ("prepare.json",)
 
@@ -92,7 +97,7 @@ def kill(launched: list[subprocess.Popen[bytes]], draw: random.Random) -> None:
 
 
 def units(output: Path) -> list[Path]:
-    """Shards and batches of answers that carry a final name."""
+    """Shards, tokenised parts of the text and batches of answers that carry a final name."""
     return [*output.rglob("shard-*.safetensors"), *output.rglob("unit-*.safetensors")]
 
 
@@ -134,11 +139,11 @@ def where(output: Path) -> str:
     for record in ("summary", "samples", "target"):
         if (job / f"{record}.json").exists():
             shards = len([*job.glob("train/shard-*.json"), *job.glob("valid/shard-*.json")])
-            units = len([*job.glob("answers/unit-*")])
+            units = len([*job.glob("*/unit-*")])
             return {
                 "summary": "while publishing",
                 "samples": f"features, {'some' if shards else 'no'} shards there",
-                "target": f"before the samples, {'some' if units else 'no'} answers there",
+                "target": f"before the samples, {'some' if units else 'no'} units there",
             }[record]
     return "before the target is described"
 
@@ -157,7 +162,7 @@ def main() -> int:
         folder = Path(name)
         make_target(folder / "target")
         make_text(folder / "text.jsonl", args.samples, args.seed)
-        command = [sys.executable, "-m", "megatron_splitkv", "prepare"]
+        command = [sys.executable, "-c", COMMAND, "prepare"]
         command += ["--target", str(folder / "target"), "--text", str(folder / "text.jsonl")]
         command += ["--mask-token-id", "257", "--shard-megabytes", "0.1", "--device", "cpu"]
         if args.regenerate:

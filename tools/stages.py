@@ -9,11 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatron_splitkv.cli.progress_lines import progress_lines
 
 ITERATION = re.compile(
     r"iteration\s+(\d+)/\s*(\d+) \|.*?drafter loss: ([\d.E+-]+) \| accept_len: ([\d.E+-]+)"
@@ -96,9 +100,46 @@ def call(command: list[str], env: dict[str, str]) -> int:
 
 
 def watch_training(command: list[str], env: dict[str, str], output: Path) -> int:
-    """Run the training job with its log in a file and a progress bar on the screen."""
+    """Run the training job with its log in a file and its progress on the screen."""
     log = output / "train.log"
     console.print(f"log: {log}", style="dim")
+    last = 0
+    resumes = (output / "checkpoints").exists()
+    with (
+        open(log, "a" if resumes else "w") as file,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job,
+        shown_steps() as show,
+    ):
+        assert job.stdout is not None
+        for line in job.stdout:
+            file.write(line)
+            file.flush()
+            if match := ITERATION.search(line):
+                last = int(match[2])
+                show(int(match[1]), last, float(match[3]))
+        if job.wait() == 0 and last:
+            show(last, last, None)
+    if job.returncode:
+        lines = log.read_text().splitlines()
+        reasons = [line for line in lines if line.startswith("error: ")] or lines[-25:]
+        console.print("\n".join(reasons), markup=False)
+    return job.returncode
+
+
+@contextmanager
+def shown_steps() -> Iterator[Callable[[int, int, float | None], None]]:
+    """A bar of training steps, or plain lines where nothing can be drawn.
+
+    Returns:
+        What shows steps done, steps in all and the loss, or None for the last loss again.
+    """
+    if not console.is_interactive:
+        with progress_lines(lambda line: print(line, flush=True)) as lines:
+            report = lines.watch("training steps")
+            yield lambda done, total, loss: report(done, total)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -106,26 +147,11 @@ def watch_training(command: list[str], env: dict[str, str], output: Path) -> int
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    resumes = (output / "checkpoints").exists()
-    with (
-        open(log, "a" if resumes else "w") as file,
-        subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as job,
-        Progress(*columns, console=console) as progress,
-    ):
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("starting", total=None)
-        assert job.stdout is not None
-        for line in job.stdout:
-            file.write(line)
-            file.flush()
-            if match := ITERATION.search(line):
-                step, total, loss = int(match[1]), int(match[2]), float(match[3])
-                progress.update(bar, completed=step, total=total, description=f"loss {loss:.3f}")
-        if job.wait() == 0:
-            progress.update(bar, completed=progress.tasks[0].total)
-    if job.returncode:
-        lines = log.read_text().splitlines()
-        reasons = [line for line in lines if line.startswith("error: ")] or lines[-25:]
-        console.print("\n".join(reasons), markup=False)
-    return job.returncode
+
+        def show(done: int, total: int, loss: float | None) -> None:
+            told = {} if loss is None else {"description": f"loss {loss:.3f}"}
+            progress.update(bar, completed=done, total=total, **told)
+
+        yield show

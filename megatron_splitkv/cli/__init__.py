@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_splitkv import __version__
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import ConfigError, refuse_unknown_options
 
 COMMANDS = ("doctor", "prepare", "plan", "export", "evaluate", "bench", "scale")
 
@@ -34,7 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 130 after Ctrl-C, or 2 for bad input: files that cannot be read or written
         included, and numbers for which no memory is there.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    if (found := _command_parser(parser, words)) is not None:
+        try:
+            refuse_unknown_options(*found)
+        except ConfigError as error:
+            print(f"{found[0].prog}: {error}", file=sys.stderr)
+            return 2
+    args = parser.parse_args(words)
     command = import_module(f"megatron_splitkv.cli.{args.command}")
     try:
         return command.run(args)
@@ -49,3 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(f"splitkv {args.command}: {message}", file=sys.stderr)
     return 2
+
+
+def _command_parser(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[argparse.ArgumentParser, Sequence[str]] | None:
+    """The parser of the command that `words` begin with, and its words; None if they name none."""
+    commands = next((a.choices for a in parser._actions if isinstance(a.choices, dict)), None)
+    if commands is None:
+        return parser, words
+    inner = commands.get(words[0]) if words else None
+    return None if inner is None else _command_parser(inner, words[1:])

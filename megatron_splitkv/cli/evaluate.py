@@ -70,11 +70,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--output",
         metavar="JSON",
-        help="write the whole result to this file; an evaluation that was interrupted goes on when "
-        "it is started again",
+        help="write the whole result to this new file; an evaluation that was interrupted goes on "
+        "when it is started again",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="start anew instead of going on with --output"
+        "--overwrite",
+        action="store_true",
+        help="replace the file that --output names, or start anew instead of going on with it",
     )
     parser.add_argument("--plot", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
@@ -112,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} {file} is a directory; name a file")
     for file in filter(None, (args.output, args.plot)):
         Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)  # fails before the work
+    _refuse_finished(args)
     if args.device.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device {args.device} is not known; use cpu or cuda")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -136,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             "dtype": args.dtype,
             "seed": args.seed,
         }
-        journal = Journal(args.output + ".unfinished", inputs, overwrite=args.overwrite)
+        journal = Journal(_unfinished(args.output), inputs, overwrite=args.overwrite)
     resumed = len(journal.finished) if journal else 0
     if journal and resumed and not args.json:
         print(f"Going on after {resumed} of {len(prompts)} prompts ({journal.path}).")
@@ -166,6 +169,26 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(result)
     return 0
+
+
+def _unfinished(output: str) -> Path:
+    """Where an evaluation is written down while it goes on."""
+    return Path(output + ".unfinished")
+
+
+def _refuse_finished(args: argparse.Namespace) -> None:
+    """Refuse to replace a report unasked.
+
+    Beside an unfinished evaluation it goes: that one began with --overwrite, or was killed when
+    its report was written.
+    """
+    if not args.output or args.overwrite or _unfinished(args.output).exists():
+        return
+    if Path(args.output).exists():
+        raise ConfigError(
+            f"--output {args.output} exists already; name another file, or add --overwrite to "
+            "replace it"
+        )
 
 
 def _template_options(text: str | None) -> dict[str, Any]:

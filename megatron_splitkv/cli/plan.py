@@ -36,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
         ("--num-anchors", 512, "anchors a document"),
         ("--block-size", 16, "slots a draft block"),
         ("--cp-size", 8, "context-parallel ranks"),
-        ("--seed", 0, "of packs and anchors"),
     ):
         help_text = f"{text} (default: %(default)s)"
         parser.add_argument(option, type=int, default=default, metavar="N", help=help_text)

@@ -24,6 +24,7 @@ _MAX_DRAFT_ROWS = 1 << 24
 _MAX_CHUNKS = 1 << 20
 _MAX_EPOCHS = 1000  # of a store, packed one after the other to find a step
 _DOCUMENTS = "4x262144"
+_TRAINING_SEED = 1234  # Megatron's default, and so that of a run which names none
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +41,24 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="share of each described document without supervision (default: 0.25, the paper's)",
     )
     parser.add_argument(
-        "--feature-store", metavar="DIR", help="pack its documents as training does"
+        "--feature-store",
+        metavar="DIR",
+        help="pack its documents as training does, which takes the same packs on any number of "
+        "ranks (data-parallel replicas share out those of a step)",
     )
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens a pack, with a store")
+    parser.add_argument(
+        "--max-anchors-per-pack",
+        type=int,
+        metavar="N",
+        help="draft blocks a pack at most, with a store (default: as many as its tokens hold)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help=f"of packs and anchors (default: 0; with a store {_TRAINING_SEED}, as in training)",
+    )
 
 
 def find_workload(args: argparse.Namespace) -> "Iterator[MicroBatch]":
@@ -52,6 +68,8 @@ def find_workload(args: argparse.Namespace) -> "Iterator[MicroBatch]":
         ConfigError: options that do not go together, or more than can be planned; of a store's
             packs when their turn comes.
     """
+    if args.seed is None:
+        args.seed = 0 if args.feature_store is None else _TRAINING_SEED
     for option, least in (("step", 0), ("seed", 0), ("steps", 1), ("cp_size", 1)):
         value = getattr(args, option)
         if value < least:
@@ -91,8 +109,9 @@ def shown(text: str) -> str:
 
 
 def _described(args: argparse.Namespace) -> "Iterator[MicroBatch]":
-    if args.seq_length is not None:
-        raise ConfigError("--seq-length packs a feature store: give --feature-store too")
+    for option in ("seq_length", "max_anchors_per_pack"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"{_flag(option)} packs a feature store: give --feature-store too")
     fraction = 0.25 if args.prompt_fraction is None else args.prompt_fraction
     if not 0 <= fraction < 1:
         raise ConfigError(f"--prompt-fraction {fraction} must be in [0, 1)")
@@ -137,8 +156,8 @@ def _draw(
 
 
 def _stored(args: argparse.Namespace) -> "Iterator[MicroBatch]":
-    from megatron_splitkv.data.packing import PackedEpochs
     from megatron_splitkv.data.store import FeatureStore
+    from megatron_splitkv.train.packing_arguments import check_packing, packed_epochs
 
     for option in ("documents", "prompt_fraction"):
         if getattr(args, option) is not None:
@@ -152,8 +171,9 @@ def _stored(args: argparse.Namespace) -> "Iterator[MicroBatch]":
             f"--seq-length {args.seq_length} must be at least --cp-size {args.cp_size} and at most "
             f"{MAX_TOKENS:,}"
         )
+    check_packing(args)
     store = FeatureStore(args.feature_store)
-    packing = PackedEpochs(store.lengths, args.seq_length, args.seed)
+    packing = packed_epochs(args, store.lengths)
     last, packs = args.step + args.steps - 1, packing.num_packs(0)
     if last >= packs * _MAX_EPOCHS:
         raise ConfigError(

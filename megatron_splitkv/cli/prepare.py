@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_splitkv.data.text import TextFile
 
 _MEGABYTE = 1 << 20
+_SEQUENCE_LENGTH = 4096
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,9 +44,14 @@ def add_parser(subparsers: Any) -> None:
         "--verify",
         type=Path,
         metavar="DIR",
-        help="check every byte of a prepared run or a store, and do nothing else",
+        help="check every file of a prepared run or a store whose checksum is known, say which are "
+        "not, and do nothing else",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a run in OUTPUT, finished or not; it stays until the new one is whole",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     _add_text_arguments(parser)
     add_import_arguments(parser)
@@ -66,8 +73,9 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-length",
         type=int,
-        default=4096,
-        help="longer samples are cut to this many tokens, with a PATH (default: %(default)s)",
+        help="longer samples are cut to this many tokens, with a PATH (default: "
+        f"{_SEQUENCE_LENGTH}, or what the target's positions leave beside --max-new-tokens of an "
+        "answer)",
     )
     parser.add_argument(
         "--minutes",
@@ -172,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or ("float32" if imported is None else imported.dtype)
     with stage_bars(quiet=not worker.leads) as stages:
         summary = prepare(
-            imported or _recipe(args),
+            imported or _recipe(args, stages.say),
             args.output,
             _options(args, dtype),
             overwrite=args.overwrite,
@@ -217,7 +225,7 @@ def _check(args: argparse.Namespace) -> None:
         ("answer_batch", 1),
     ):
         value = getattr(args, name)
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if args.seed >= 1 << 32:
         raise ConfigError(f"--seed {args.seed} must be below {1 << 32}")
@@ -242,7 +250,7 @@ def _options(args: argparse.Namespace, dtype: str) -> "PrepareOptions":
     )
 
 
-def _recipe(args: argparse.Namespace) -> "Recipe":
+def _recipe(args: argparse.Namespace, say: Callable[[str], None]) -> "Recipe":
     if args.target in ("tiny", "smollm2") and args.regenerate:
         raise ConfigError(f"--regenerate does not apply to {args.target}: it answers anyway")
     if args.target == "tiny":
@@ -262,7 +270,25 @@ def _recipe(args: argparse.Namespace) -> "Recipe":
         )
     if not args.text:
         raise ConfigError(f"--target {args.target} needs --text FILE: what shall it read?")
-    return FolderRecipe(target, args.text, args.sequence_length, _regeneration(args))
+    regeneration = _regeneration(args)
+    answer = 0 if regeneration is None else regeneration.max_new_tokens
+    length = args.sequence_length
+    if length is None:
+        length = _fitting_length(target, answer, say)
+    return FolderRecipe(target, args.text, length, regeneration)
+
+
+def _fitting_length(target: Path, answer: int, say: Callable[[str], None]) -> int:
+    """The default of `--sequence-length`, or what the target's positions leave; says so then."""
+    from megatron_splitkv.data.prepare_target import Outline
+
+    positions = Outline.read(target).num_positions
+    if positions is None or positions - answer >= _SEQUENCE_LENGTH:
+        return _SEQUENCE_LENGTH
+    length = max(2, positions - answer)  # where that is too much, the recipe's check says it
+    left = f", {answer} of them for an answer" if answer else ""
+    say(f"--sequence-length is {length}: target {target} reads at most {positions} tokens{left}")
+    return length
 
 
 def _regeneration(args: argparse.Namespace) -> "Regeneration | None":

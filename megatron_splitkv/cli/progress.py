@@ -1,6 +1,7 @@
-"""Progress bars of commands that work in stages."""
+"""Progress of commands that work in stages: bars on a terminal, plain lines elsewhere."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from megatron_splitkv.cli.progress_lines import progress_lines
+
 # Torch is imported when a command runs, not when its --help is shown.
 if TYPE_CHECKING:
     from megatron_splitkv.data.stages import Stages
@@ -25,31 +28,53 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stage_bars(*, quiet: bool = False) -> "Iterator[Stages]":
-    """Stages that show themselves as one progress bar each, on standard error.
+    """Stages that show themselves on standard error, as one progress bar each or in lines.
 
     Args:
         quiet: show nothing.
     """
     from megatron_splitkv.data.stages import Stages
 
-    with _bars(quiet) as bars:
-        # Above the bars, which stay whole.
-        yield Stages(lambda name: _watch(bars, name), lambda line: bars.print(line, markup=False))
+    if quiet:
+        yield Stages()
+        return
+    with _shown() as (watch, say):
+        yield Stages(watch, say)
 
 
 @contextmanager
 def progress_bar(name: str, *, quiet: bool = False) -> "Iterator[StageProgress]":
-    """One progress bar, for commands that do without torch.
+    """One bar, or its lines, for commands that do without torch.
 
     Args:
         name: of what is done.
         quiet: show nothing.
     """
-    with _bars(quiet) as bars:
-        yield _watch(bars, name)
+    if quiet:
+        yield lambda done, total: None
+        return
+    with _shown() as (watch, _):
+        yield watch(name)
 
 
-def _bars(quiet: bool) -> Progress:
+@contextmanager
+def _shown() -> "Iterator[tuple[Callable[[str], StageProgress], Callable[[str], None]]]":
+    """What shows a stage, and what shows a line for people beside it."""
+    console = Console(stderr=True)
+    if not console.is_interactive:
+        with progress_lines(_print_line) as lines:
+            yield lines.watch, _print_line
+        return
+    with _bars(console) as bars:
+        # Above the bars, which stay whole.
+        yield lambda name: _watch(bars, name), lambda line: bars.print(line, markup=False)
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _bars(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description:<20}"),
         BarColumn(),
@@ -57,8 +82,7 @@ def _bars(quiet: bool) -> Progress:
         _RateColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
+        console=console,
         # Items of a minute each, too, shall have a rate.
         speed_estimate_period=600,
     )

@@ -9,7 +9,7 @@ prompt that it makes of the messages before.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -52,37 +52,81 @@ class Encoded:
         return int(self.sample.loss_mask.sum()) < MIN_RESPONSE_TOKENS
 
 
-def encode_sample(
-    tokenizer: Any, raw: RawSample, sequence_length: int, *, vocab_size: int
-) -> Encoded:
-    """Tokenise one sample and mark its supervised tokens.
+def encode_samples(
+    tokenizer: Any, raws: Sequence[RawSample], sequence_length: int, *, vocab_size: int
+) -> list[Encoded]:
+    """Tokenise samples and mark their supervised tokens.
 
     Prompts and responses are encoded apart, so that no token spans two of them: that is what
     decoding sees. A response reaches to the end of its turn, the template's closing marks included.
+    What is encoded goes to the tokenizer in one call, which a fast one shares over its threads.
 
     Args:
         tokenizer: the target's, from `target.load_tokenizer`.
-        raw: from `text.read_samples`.
+        raws: from `text.read_samples`.
         sequence_length: a longer document is cut on the right.
         vocab_size: rows of the target's embedding.
 
     Returns:
-        The document; see `Encoded.without_response`, which the caller leaves out and counts.
+        The documents; see `Encoded.without_response`, which the caller leaves out and counts.
 
     Raises:
-        ConfigError: naming `raw.origin`: a conversation that does not end with the assistant, an
-            empty response, fewer than two supervised tokens before truncation, a token outside the
-            vocabulary, no chat template, or a template that refuses the messages or hides the last
-            response.
+        ConfigError: naming the sample's origin: a conversation that does not end with the
+            assistant, an empty response, fewer than two supervised tokens before truncation, a
+            token outside the vocabulary, no chat template, or a template that refuses the messages
+            or hides the last response.
     """
+    pieces = [_pieces(tokenizer, raw) for raw in raws]
+    plain = [isinstance(raw.content, str) for raw in raws]
+    # Of plain texts, which alone begin and end as the tokenizer wants it, and of conversations.
+    tokens = {
+        special: iter(
+            _tokens(
+                tokenizer,
+                [
+                    piece
+                    for own, each in zip(pieces, plain, strict=True)
+                    if each is special
+                    for piece in own
+                ],
+                special=special,
+            )
+        )
+        for special in (True, False)
+    }
+    return [
+        _encoded(raw, list(islice(tokens[each], len(own))), sequence_length, vocab_size)
+        for raw, own, each in zip(raws, pieces, plain, strict=True)
+    ]
+
+
+def encode_sample(
+    tokenizer: Any, raw: RawSample, sequence_length: int, *, vocab_size: int
+) -> Encoded:
+    """Tokenise one sample, see `encode_samples`."""
+    return encode_samples(tokenizer, [raw], sequence_length, vocab_size=vocab_size)[0]
+
+
+def _pieces(tokenizer: Any, raw: RawSample) -> list[str]:
+    """What is encoded apart: a plain text, or a conversation's contexts and responses in turn."""
     if isinstance(raw.content, str):
-        whole = supervised(_tokens(tokenizer, [raw.content], special=True)[0], 0)
+        return [raw.content]
+    text, spans = _rendered(tokenizer, raw.content, raw.origin)
+    cuts = [0, *(cut for span in spans for cut in span), len(text)]
+    return [text[start:end] for start, end in pairwise(cuts)]
+
+
+def _encoded(
+    raw: RawSample, pieces: list[torch.Tensor], sequence_length: int, vocab_size: int
+) -> Encoded:
+    """The document of a sample whose pieces are tokenised."""
+    if isinstance(raw.content, str):
+        whole = supervised(pieces[0], 0)
         starts, rewritten = [min(_TEXT_PROMPT, whole.token_ids.numel() // 2)], 0
     else:
-        text, spans = _rendered(tokenizer, raw.content, raw.origin)
-        whole, starts = _supervise(tokenizer, text, spans)
+        whole, starts = _supervise(pieces)
         said = sum(message["role"] == "assistant" for message in raw.content.messages)
-        rewritten = max(0, said - len(spans))
+        rewritten = max(0, said - len(starts))
     _check_tokens(whole, raw.origin, vocab_size)
     sample = Sample(whole.token_ids[:sequence_length], whole.loss_mask[:sequence_length])
     kept = sample.token_ids.numel()
@@ -145,16 +189,16 @@ def check_vocabulary(token_ids: torch.Tensor, origin: str, vocab_size: int) -> N
 
 
 def _tokens(tokenizer: Any, texts: Sequence[str], special: bool = False) -> list[torch.Tensor]:
+    if not texts:
+        return []
     encoded = tokenizer(
         list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
     )
     return [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
 
 
-def _supervise(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[Sample, list[int]]:
-    """A rendered text as a sample that is supervised on spans, and the token where each starts."""
-    cuts = [0, *(cut for span in spans for cut in span), len(text)]
-    pieces = _tokens(tokenizer, [text[start:end] for start, end in pairwise(cuts)])
+def _supervise(pieces: list[torch.Tensor]) -> tuple[Sample, list[int]]:
+    """A sample that is supervised on every second piece, and the token where each starts."""
     lengths = np.array([piece.numel() for piece in pieces])
     # Context and responses take turns.
     mask = np.repeat(np.arange(len(pieces)) % 2 == 1, lengths)
@@ -164,7 +208,7 @@ def _supervise(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[Sample
 
 def _rendered(tokenizer: Any, conversation: Conversation, origin: str) -> tuple[str, list[Span]]:
     """The text that the template makes, and where in it the assistant speaks, in order."""
-    _check_responses(conversation, origin)
+    check_responses(conversation, origin)
     text = _render(tokenizer, conversation, origin)
     template = tokenizer.get_chat_template(tools=_tools(conversation))
     if _GENERATION_MARK.search(template):
@@ -179,7 +223,12 @@ def _rendered(tokenizer: Any, conversation: Conversation, origin: str) -> tuple[
     return text, spans
 
 
-def _check_responses(conversation: Conversation, origin: str) -> None:
+def check_responses(conversation: Conversation, origin: str) -> None:
+    """Refuse a conversation without a response to learn from; tokenises nothing.
+
+    Raises:
+        ConfigError: naming the sample: it does not end with the assistant, or answers nothing.
+    """
     messages = conversation.messages
     if not messages or messages[-1]["role"] != "assistant":
         raise ConfigError(f"{origin}: a conversation must end with a message of the assistant")

@@ -5,12 +5,12 @@ target are the quantised target's own. Unpacking takes several times as long as 
 """
 
 import os
-import shutil
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
+from megatron_splitkv.data.partial import folder_written_aside
 from megatron_splitkv.data.target import load_target, load_tokenizer
 
 
@@ -33,12 +33,9 @@ def unpack_gguf(file: str | os.PathLike[str], folder: Path) -> None:
     weights = model.state_dict()
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    # `save_pretrained` of the model itself refuses a GGUF model, unpacked or not.
-    config.save_pretrained(partial)
-    model.generation_config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    safetensors.torch.save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    os.replace(partial, folder)
+    with folder_written_aside(folder) as aside:
+        # `save_pretrained` of the model itself refuses a GGUF model, unpacked or not.
+        config.save_pretrained(aside)
+        model.generation_config.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        safetensors.torch.save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})

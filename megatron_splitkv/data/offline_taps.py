@@ -1,7 +1,7 @@
 """Which of a target's layers another trainer tapped: asked of the target, not of a convention.
 
 Trainers count layers differently, and a row's width does not tell layer 17 from layer 18. So the
-target reads the first tokens of one sample itself, and every plane of the sample's rows is compared
+target reads the first tokens of some samples itself, and every plane of a sample's rows is compared
 with the output of every layer. The layer that a plane was taken from differs by the rounding of
 two implementations, its neighbours by what a layer adds.
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +21,9 @@ from megatron_splitkv.data.offline_data import OfflineData, OfflineSample
 from megatron_splitkv.data.target_states import document_states
 
 _COMPARED_TOKENS = 64
+# Samples that are compared: the first, and others evenly spread. A folder that was prepared twice,
+# with other layers for what was missing, holds both kinds.
+_COMPARED_SAMPLES = 17
 # Relative distance of a row: other weights are near sqrt(2), a quantised target's states near 0.1.
 _SAME_TARGET = 0.5
 
@@ -36,6 +40,33 @@ class TappedStates:
 
     target_layer_ids: tuple[int, ...]
     final_normed: bool | None
+
+
+def find_tapped_layers(
+    model: Any, data: OfflineData, target_layer_ids: Sequence[int] | None = None
+) -> TappedStates:
+    """What the rows of a folder are, by its first sample, compared with others spread over it.
+
+    Args:
+        model: from `load_target`.
+        data: the folder.
+        target_layer_ids: 0-based layer outputs that the planes shall be; None takes what is found.
+
+    Raises:
+        ConfigError: see `find_tapped_states`; or a sample of other layers than the first.
+    """
+    first = data.open(0)
+    found = find_tapped_states(model, data, first, target_layer_ids)
+    for number in np.unique(np.linspace(0, len(data) - 1, _COMPARED_SAMPLES, dtype=int))[1:]:
+        sample = data.open(int(number))
+        if (sample.feature_width, sample.final_width) != (first.feature_width, first.final_width):
+            continue  # refused by name when all samples are gone through
+        if (other := find_tapped_states(model, data, sample)) != found:
+            raise ConfigError(
+                f"{sample.path} holds {_described(other)}, {first.path.name} {_described(found)}; "
+                "import data of one preparation at a time"
+            )
+    return found
 
 
 @torch.no_grad()
@@ -170,6 +201,11 @@ def _closest(sample: OfflineSample, name: str, plane: torch.Tensor, reference: t
             "of the target; name the target that it was made with"
         )
     return closest
+
+
+def _described(states: TappedStates) -> str:
+    final = {None: "", True: " and normed final states", False: " and final states without norm"}
+    return f"target layers {_commas(states.target_layer_ids)}{final[states.final_normed]}"
 
 
 def _commas(layer_ids: Sequence[int]) -> str:

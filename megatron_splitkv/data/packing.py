@@ -145,8 +145,8 @@ def read_pack(store: FeatureStore, document_ids: np.ndarray) -> Pack:
     return Pack(
         document_ids=ids,
         cu_seqlens=np.concatenate([[0], np.cumsum(store.lengths[ids])]).astype(np.int64),
-        token_ids=np.concatenate([store.token_ids(int(document)) for document in ids]),
-        loss_mask=np.concatenate([store.loss_mask(int(document)) for document in ids]),
+        token_ids=store.gather_token_ids(ids),
+        loss_mask=store.gather_loss_masks(ids),
     )
 
 
@@ -211,13 +211,14 @@ def _reader(
         if bad.any():
             i = int(bad.argmax())
             raise IndexError(f"rows {starts[i]}..{stops[i]} of a pack with {bounds[-1]}")
-        # A range that spans documents becomes a part in each of them.
-        first = np.searchsorted(bounds, starts, side="right") - 1
-        counts = np.maximum(np.searchsorted(bounds, stops, side="left") - first, 0)
-        whole = np.repeat(np.arange(counts.size), counts)
-        slots = first[whole] + np.arange(whole.size) - (np.cumsum(counts) - counts)[whole]
-        begins = np.maximum(starts[whole], bounds[slots]) - bounds[slots]
-        ends = np.minimum(stops[whole], bounds[slots + 1]) - bounds[slots]
+        # A range that spans documents becomes a part in each of them. Methods of arrays: numpy's
+        # functions of the same names take several times as long for a few numbers.
+        first = bounds.searchsorted(starts, "right") - 1
+        counts = bounds.searchsorted(stops) - first
+        slots = np.arange(counts.sum()) + (first + counts - counts.cumsum()).repeat(counts)
+        origins = bounds[slots]
+        begins = np.maximum(starts.repeat(counts) - origins, 0)
+        ends = np.minimum(stops.repeat(counts), bounds[slots + 1]) - origins
         return gather(pack.document_ids[slots], begins, ends)
 
     return read

@@ -1,7 +1,8 @@
 """From a target and text to a run folder that training and evaluation start from.
 
     target  : made by the recipe, or a folder that exists; described            process 0
-    answers : batches of prompts that the target answers, if the recipe asks    work units
+    units   : parts of the text that are tokenised, or prompts that are         work units
+              answered by the target, as the recipe asks
     samples : documents stream into token stores, held-out prompts beside them  process 0
     features: shards planned from the documents' lengths                        work units
 
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.answer_units import Answered, AnswerUnits, unit_file
+from megatron_splitkv.data.answer_units import AnswerUnits
+from megatron_splitkv.data.document_units import Answered, DocumentUnits, unit_file
 from megatron_splitkv.data.feature_units import FeatureUnits, StateSource
 from megatron_splitkv.data.length_report import LengthReport
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo
@@ -36,6 +38,7 @@ from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.store_index import INDEX_FILE
 from megatron_splitkv.data.store_writer import tidy_store
 from megatron_splitkv.data.target import Progress
+from megatron_splitkv.data.verify import RECORDED, recorded_files
 from megatron_splitkv.data.work import SharedProgress, Worker, run_units
 
 
@@ -80,24 +83,30 @@ class Recipe(Protocol):
     def inputs(self, stages: Stages) -> Json:
         """Checksums of what it reads."""
 
-    def begin(self, target_folder: Path, stages: Stages) -> Json:
-        """Make `target_folder` if the recipe makes its target; returns facts for the summary."""
+    def begin(self, target_folder: Path, stages: Stages) -> tuple[Json, Json]:
+        """Make `target_folder` if the recipe makes its target, and look through the text.
+
+        Returns:
+            Facts for the summary, and what only `units` has to know.
+        """
 
     def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
         """What a store has to know about the target."""
 
-    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits | None:
-        """Prompts that the target answers first; None without any."""
+    def units(
+        self, target: PrepareTarget, info: TargetInfo, facts: Json, plan: Json
+    ) -> DocumentUnits | None:
+        """Documents that are made first, in work units; None without any."""
 
     def entries(
         self,
         target: PrepareTarget,
         info: TargetInfo,
         facts: Json,
-        answers: Iterator[Answered],
+        documents: Iterator[Answered],
         progress: Progress,
     ) -> Iterable[CorpusEntry]:
-        """The corpus in order; it is made as it is gone through."""
+        """The corpus in order, from the units' documents; it is made as it is gone through."""
 
     def taps(
         self, target: PrepareTarget, options: PrepareOptions, job: PrepareJob
@@ -125,7 +134,8 @@ def prepare(
         recipe: gives target and text.
         output: the run folder.
         options: what the run is made like.
-        overwrite: delete what the folder holds of an earlier run first.
+        overwrite: replace what the folder holds of an earlier run, which stays until the new one is
+            whole.
         worker: this process; the only one when None.
         stages: clock and watcher.
 
@@ -169,8 +179,9 @@ def _run(
     """All steps of one process; returns the summary where it leads, but for the seconds."""
 
     def describe() -> Json:
-        facts = recipe.begin(job.folder / "target", stages)
-        return {"info": asdict(recipe.describe(target, options.mask_token_id)), "facts": facts}
+        facts, plan = recipe.begin(job.folder / "target", stages)
+        info = recipe.describe(target, options.mask_token_id)
+        return {"info": asdict(info), "facts": facts, "plan": plan}
 
     target = PrepareTarget(recipe.target or job.folder / "target", device, stages)
     described = job.once("target", describe)
@@ -181,21 +192,21 @@ def _run(
         taps = recipe.taps(target, options, job)
         meta = StoreMeta(info, taps, options.dtype, options.final_hidden)
 
-    answers = recipe.answers(target, info, described["facts"])
-    if answers is not None and not job.record("samples").exists():
-        folder = job.folder / "answers"
+    units = recipe.units(target, info, described["facts"], described["plan"])
+    if units is not None and not job.record("samples").exists():
+        folder = job.folder / units.stage
         folder.mkdir(exist_ok=True)
         _share(
-            "answers",
+            units.stage,
             job,
             stages,
-            answers.sizes,
+            units.sizes,
             lambda unit: unit_file(folder, unit).exists(),
-            lambda unit, progress: answers.write(folder, unit, progress),
+            lambda unit, progress: units.write(folder, unit, progress),
         )
     samples = job.once(
         "samples",
-        lambda: _samples(recipe, job, target, info, described["facts"], answers, options, stages),
+        lambda: _samples(recipe, job, target, info, described["facts"], units, options, stages),
     )
     if not options.tokens_only:
         source = recipe.states(target, meta, options, samples)
@@ -238,7 +249,7 @@ def _samples(
     target: PrepareTarget,
     info: TargetInfo,
     facts: Json,
-    answers: AnswerUnits | None,
+    units: DocumentUnits | None,
     options: PrepareOptions,
     stages: Stages,
 ) -> Json:
@@ -246,13 +257,13 @@ def _samples(
     answered = {"answers": 0, "answers_cut": 0, "answers_empty": 0}
 
     def counted() -> Iterator[Answered]:
-        for answer in answers.read(job.folder / "answers") if answers is not None else ():
+        for document in units.read(job.folder / units.stage) if units is not None else ():
             answered["answers"] += 1
-            answered["answers_cut"] += answer.cut
-            answered["answers_empty"] += answer.encoded is None
-            yield answer
+            answered["answers_cut"] += document.cut
+            answered["answers_empty"] += document.encoded is None
+            yield document
 
-    with stages.stage("tokenise") as progress:
+    with stages.stage("samples") as progress:
         counts = write_sample_stores(
             job.folder / "samples",
             job.folder / PROMPTS_FILE,
@@ -262,7 +273,7 @@ def _samples(
             target.frozen if options.tokens_only else None,
         )
         counts.report.draw(job.folder / LENGTHS_FILE)
-    return asdict(counts) | {"answered": answered if answers is not None else {}}
+    return asdict(counts) | {"answered": answered if isinstance(units, AnswerUnits) else {}}
 
 
 def _features(
@@ -280,9 +291,11 @@ def _features(
             tidy_store(job.folder / name)
     if len(closed) == len(STORES):
         return
+    # The finished stores take over what these hold, under checksums of their own.
+    verify = "full" if job.worker.leads else "size"
     units = FeatureUnits(
         job.folder,
-        {name: FeatureStore(job.folder / "samples" / name) for name in STORES},
+        {name: FeatureStore(job.folder / "samples" / name, verify) for name in STORES},
         meta,
         options.max_shard_bytes,
         source,
@@ -317,4 +330,5 @@ def _summary(
         "without_response": report.without_response,
         "rewritten": report.rewritten,
         "lengths": report.lines(),
+        RECORDED: recorded_files(job.folder, (PROMPTS_FILE, LENGTHS_FILE, "target")),
     }

@@ -9,18 +9,18 @@ Several processes share the folder and nothing else. The leader holds a lock and
 the others wait for the records that it publishes for as long as it does.
 """
 
-import fcntl
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.partial import write_aside
+from megatron_splitkv.data.leader import leading
+from megatron_splitkv.data.partial import DiskFullError, full_disk_explained, write_aside
+from megatron_splitkv.data.set_aside import SetAside
 from megatron_splitkv.data.work import Patience, Worker
 
 JOB_FILE = "prepare_job.json"
@@ -29,12 +29,11 @@ SUMMARY_FILE = "prepare.json"
 PROMPTS_FILE = "prompts.jsonl"
 LENGTHS_FILE = "lengths.png"
 _RESULTS = ("train", "valid", PROMPTS_FILE, LENGTHS_FILE)
-# What took long to make: a job that fails before it has any of it leaves nothing behind.
+# What took long to make: a job that is refused before it has any of it leaves nothing behind, nor
+# does one whose disk fails before it has any unit.
 _WORTH_KEEPING = ("target", "answers/unit-*", "samples.json")
-_LOCK_FILE = "leader.lock"
-# The run that --overwrite replaces, until the new one has its samples.
-_REPLACED = "replaced"
-_BEAT_SECONDS = 10.0
+_FINISHED = (*_WORTH_KEEPING, "*/unit-*")
+_GO_ON = "give the same command again: what is finished is kept (with --overwrite it begins anew)"
 
 Json = dict[str, Any]
 
@@ -66,7 +65,10 @@ class PrepareJob:
         self.output = output
         self.folder = output / JOB_FOLDER
         self.worker = worker
-        self.makes_target = makes_target
+        self._lock = self.folder / "leader.lock"
+        self._results = (*_RESULTS, "target") if makes_target else _RESULTS
+        names = (SUMMARY_FILE, JOB_FILE, *self._results)
+        self._replaced = SetAside(output, self.folder, self._lock, names)
         self._options: Json = json.loads(json.dumps(options))
         self._patience = patience
 
@@ -78,7 +80,7 @@ class PrepareJob:
     @property
     def summary(self) -> Json:
         """The finished run's summary."""
-        return _read_json(self.output / SUMMARY_FILE)
+        return read_json(self.output / SUMMARY_FILE)
 
     def record(self, name: str) -> Path:
         """Where a step's record lies while the job runs."""
@@ -88,50 +90,26 @@ class PrepareJob:
     def opened(self, inputs: Callable[[], Json], overwrite: bool = False) -> Iterator[None]:
         """Take part in the job: the leader starts it or goes on with it, the others join.
 
-        A job that is refused before it has made anything worth keeping leaves nothing behind.
+        A job that is refused before it has made anything worth keeping leaves nothing behind. With
+        `overwrite` what the folder held is set aside until the new run is whole, and comes back
+        when the job is refused, whatever it has made. (Not when the disk is full or fails: then
+        only if it has made nothing worth keeping.)
 
         Args:
             inputs: checksums of what the command reads; the leader computes them.
-            overwrite: replace what the folder holds of an earlier job; a finished run goes only
-                once the new one has its samples, and stays if the job is refused before.
+            overwrite: replace what the folder holds of an earlier job, finished or not.
 
         Raises:
             ConfigError: the folder belongs to another command, another process leads a job in it,
-                or the leader does not show itself.
+                the leader does not show itself, or the disk is full.
         """
-        if not self.worker.leads:
-            self._join()
-            yield
-            return
-        if overwrite:
-            self._refuse_overwriting_together()
-        else:
-            self._refuse_another(self._options, "options")
-        content = {"options": self._options, "inputs": json.loads(json.dumps(inputs()))}
-        if not overwrite:
-            # Again: another command may have begun while the checksums were computed.
-            self._refuse_another(self._options, "options")
-            self._refuse_another(content["inputs"], "inputs")
-            if self.finished:
-                shutil.rmtree(self.folder, ignore_errors=True)
+        with full_disk_explained(self.output, _GO_ON):
+            if self.worker.leads:
+                with self._led(inputs, overwrite):
+                    yield
+            else:
+                self._join()
                 yield
-                return
-        made = _make_folders(self.folder)
-        with self._leading():
-            if overwrite:
-                self._put_aside()
-            # By way of the job's folder: nothing that a kill leaves there outlives the job.
-            write_json(self.folder / JOB_FILE, content)
-            (self.folder / JOB_FILE).rename(self.output / JOB_FILE)
-            try:
-                yield
-            except ConfigError:
-                if not any(any(self.folder.glob(name)) for name in _WORTH_KEEPING):
-                    (self.output / JOB_FILE).unlink()
-                    self._put_back()
-                    shutil.rmtree(self.folder)
-                    _remove_empty(made)
-                raise
 
     def once(self, name: str, make: Callable[[], Json]) -> Json:
         """A step that the leader does once, and whose record every process reads.
@@ -151,13 +129,10 @@ class PrepareJob:
         if self.worker.leads:
             if not path.exists():
                 write_json(path, make())
-            if name == "samples":
-                _remove(self.folder / _REPLACED / SUMMARY_FILE)
-                _remove(self.folder / _REPLACED)
         else:
             self._wait(path.exists)
         try:
-            return _read_json(path)
+            return read_json(path)
         except FileNotFoundError:
             raise JobFinishedError from None
 
@@ -169,8 +144,7 @@ class PrepareJob:
                 move goes on from there.
         """
         self.once("summary", summary)
-        names = (*_RESULTS, "target") if self.makes_target else _RESULTS
-        for name in names:
+        for name in self._results:
             if (self.folder / name).exists():
                 os.replace(self.folder / name, self.output / name)
         os.replace(self.record("summary"), self.output / SUMMARY_FILE)
@@ -181,6 +155,50 @@ class PrepareJob:
     def ready(self) -> bool:
         """Whether all work is done, and only `publish` remains."""
         return self.finished or self.record("summary").exists()
+
+    @contextmanager
+    def _led(self, inputs: Callable[[], Json], overwrite: bool) -> Iterator[None]:
+        if overwrite:
+            self._refuse_overwriting_together()
+        if overwrite or not self.finished:
+            _refuse_closed_place(self.folder)
+        if self._replaced.unsettled:
+            with leading(self._lock):
+                self._replaced.bring_back()
+        if not overwrite:
+            self._refuse_another(self._options, "options")
+        content = {"options": self._options, "inputs": json.loads(json.dumps(inputs()))}
+        if not overwrite:
+            # Again: another command may have begun while the checksums were computed.
+            self._refuse_another(self._options, "options")
+            self._refuse_another(content["inputs"], "inputs")
+            if self.finished:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                yield
+                return
+        made = _make_folders(self.folder)
+        with leading(self._lock):
+            try:
+                with full_disk_explained(self.output, _GO_ON):
+                    if overwrite:
+                        self._replaced.take()
+                    # By way of the job's folder: nothing that a kill leaves outlives the job.
+                    write_json(self.folder / JOB_FILE, content)
+                    (self.folder / JOB_FILE).rename(self.output / JOB_FILE)
+                    yield
+            except (ConfigError, OSError) as error:
+                if not self._stays(error):
+                    self._replaced.bring_back()
+                    _remove_empty(made)
+                raise
+
+    def _stays(self, error: Exception) -> bool:
+        """Whether the job has something worth keeping; of one that is refused what it replaces."""
+        refused = isinstance(error, ConfigError) and not isinstance(error, DiskFullError)
+        if refused and self._replaced.folder.exists():
+            return False
+        names = _WORTH_KEEPING if refused else _FINISHED
+        return any(any(self.folder.glob(name)) for name in names)
 
     def _join(self) -> None:
         waiting = self._patience()
@@ -195,7 +213,7 @@ class PrepareJob:
     def _wait(self, come: Callable[[], bool]) -> None:
         waiting = self._patience()
         while not (come() or self.finished):
-            if not waiting.lasts(_changed(self.folder / _LOCK_FILE)):
+            if not waiting.lasts(_changed(self._lock)):
                 raise ConfigError(
                     f"process 0 has not shown itself in {self.folder} for "
                     f"{waiting.limit / 60:.0f} minutes; start the same command again: it goes on "
@@ -215,7 +233,7 @@ class PrepareJob:
             differences = self._differences(asked, part)
             if not differences:
                 return
-        elif self._results():
+        elif any((self.output / name).exists() for name in (SUMMARY_FILE, *self._results)):
             differences = "it does not say by which command"
         else:
             return
@@ -229,73 +247,14 @@ class PrepareJob:
         path = self.output / JOB_FILE
         if not path.exists():
             return "nothing there yet"
-        there = _read_json(path).get(part, {})
+        there = read_json(path).get(part)
+        if not isinstance(there, dict):
+            raise ConfigError(f"{path} is damaged (no {part}); prepare again with --overwrite")
         return ", ".join(
             f"{name}: {_short(there.get(name))}, here {_short(asked.get(name))}"
             for name in sorted({*there, *asked})
             if there.get(name) != asked.get(name)
         )
-
-    def _put_aside(self) -> None:
-        """Remove an unfinished job; keep a finished run for the case that this one is refused."""
-        replaced = self.folder / _REPLACED
-        for path in self.folder.iterdir():
-            if path not in (self.folder / _LOCK_FILE, replaced):
-                _remove(path)
-        if self.finished:
-            _remove(replaced)
-            replaced.mkdir()
-        # The summary first: without it nobody takes the rest for a run. A killed move goes on.
-        if self.finished or (replaced / SUMMARY_FILE).exists():
-            for path in self._results():
-                if not (replaced / path.name).exists():
-                    os.replace(path, replaced / path.name)
-        for path in self._results():
-            _remove(path)
-
-    def _put_back(self) -> None:
-        """Undo `_put_aside`, the summary last."""
-        if not (self.folder / _REPLACED / SUMMARY_FILE).exists():
-            return
-        names = [path.name for path in self._results(self.folder / _REPLACED)]
-        for name in reversed(names):
-            os.replace(self.folder / _REPLACED / name, self.output / name)
-
-    def _results(self, folder: Path | None = None) -> list[Path]:
-        """What there is of a finished run, its summary first."""
-        names = (SUMMARY_FILE, JOB_FILE, *_RESULTS, *(["target"] if self.makes_target else []))
-        paths = [(folder or self.output) / name for name in names]
-        return [path for path in paths if path.exists()]
-
-    @contextmanager
-    def _leading(self) -> Iterator[None]:
-        """Hold the leader's lock, and touch it again and again for those who wait."""
-        stopped = threading.Event()
-        path = self.folder / _LOCK_FILE
-
-        def beat() -> None:
-            while not stopped.wait(_BEAT_SECONDS):
-                with suppress(FileNotFoundError):
-                    os.utime(path)
-
-        with open(path, "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another process prepares {self.output} at this moment; wait for it, or start "
-                    "several together with torchrun"
-                ) from None
-            except OSError:
-                pass  # A file system without locks: nothing tells two leaders apart.
-            os.utime(path)
-            thread = threading.Thread(target=beat, daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                stopped.set()
-                thread.join()
 
 
 def write_json(path: Path, content: Json) -> None:
@@ -303,10 +262,15 @@ def write_json(path: Path, content: Json) -> None:
     write_aside(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def _read_json(path: Path) -> Json:
+def read_json(path: Path) -> Json:
+    """Read what `write_json` wrote.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error}); prepare again with --overwrite") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is damaged (no object); prepare again with --overwrite")
@@ -325,6 +289,17 @@ def _changed(path: Path) -> int | None:
         return None
 
 
+def _refuse_closed_place(path: Path) -> None:
+    """Refuse a folder that cannot be made or written to before there is any work."""
+    place = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    if not place.is_dir():
+        raise ConfigError(
+            f"{path.parent} cannot be a run folder: {place} is no folder; choose another --output"
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{place} may not be written to; choose another --output")
+
+
 def _make_folders(path: Path) -> Sequence[Path]:
     """Make a folder; returns those that were not there, the deepest first."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -336,10 +311,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

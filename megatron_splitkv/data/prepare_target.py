@@ -1,12 +1,14 @@
 """The target of one `splitkv prepare`: described without its weights, loaded when it is needed."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import TargetInfo, check_target_layer_ids, spread_target_layer_ids
@@ -18,6 +20,7 @@ from megatron_splitkv.data.target import (
     load_tokenizer,
 )
 
+_WEIGHTS_INDEX = "model.safetensors.index.json"
 # Everything beside the weights that decides which tokens a target reads and where it stops.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -159,6 +162,40 @@ def default_mask_token(tokenizer: Any, vocab_size: int) -> int:
             "one with --mask-token-id"
         )
     return len(tokenizer)
+
+
+def check_weights(path: Path) -> None:
+    """Refuse weight files that are missing or cut short, which loading would find after hours.
+
+    Headers of safetensors are compared with the sizes of their files, no weights are read. (Of a
+    GGUF file `Outline.read` does as much.)
+
+    Args:
+        path: a Hugging Face folder or a GGUF file.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"weight file {file} is damaged ({error}); take a complete copy"
+            ) from error
+    index = path / _WEIGHTS_INDEX
+    if not index.is_file():
+        return
+    try:
+        named = {*json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is damaged ({error}); take a complete copy") from error
+    if missing := sorted(name for name in named if not (path / name).is_file()):
+        raise ConfigError(
+            f"target {path} lacks {len(missing)} of its {len(named)} weight files, {missing[0]} "
+            "among them; take a complete copy"
+        )
 
 
 def small_files_checksum(folder: Path) -> str:

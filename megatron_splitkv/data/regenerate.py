@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_splitkv.data.answer_units import Answered, AnswerUnits
+from megatron_splitkv.data.answer_units import AnswerUnits
 from megatron_splitkv.data.chat import (
     MIN_RESPONSE_TOKENS,
     Encoded,
@@ -23,6 +23,7 @@ from megatron_splitkv.data.chat import (
     prompts_of,
 )
 from megatron_splitkv.data.corpus import Sample
+from megatron_splitkv.data.document_units import Answered
 from megatron_splitkv.data.target import Progress
 from megatron_splitkv.data.target_speech import respond
 from megatron_splitkv.data.text import Conversation, RawSample

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-import numpy as np
 import torch
 
 from megatron_splitkv.config import ConfigError
@@ -21,7 +20,7 @@ from megatron_splitkv.config import ConfigError
 PARTIAL_SUFFIX = ".partial"
 FEATURE_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
-# Linux moves at most 0x7ffff000 bytes in one read; smaller steps also bound a write's buffer.
+# A write's buffer is as large as its step.
 _MAX_IO_BYTES = 1 << 30
 
 
@@ -157,28 +156,33 @@ def publish(file: BinaryIO, path: Path) -> None:
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
-def read_into(handle: int, path: Path, offset: int, out: np.ndarray) -> None:
-    """Fill a uint8 array from `offset` of an open file.
+def read_into(handle: int, path: Path, offset: int, out: memoryview) -> None:
+    """Fill a buffer of bytes from `offset` of an open file.
 
     Raises:
-        ConfigError: the file ends before the array is full.
+        ConfigError: the file ends before the buffer is full.
     """
-    done = 0
-    while done < out.nbytes:
-        count = os.preadv(handle, [out[done : done + _MAX_IO_BYTES]], offset + done)
+    while out:
+        # Linux reads no more than 0x7ffff000 bytes at once.
+        count = os.preadv(handle, [out], offset)
         if count == 0:
             raise ConfigError(
-                f"{path} ends at byte {offset + done}, expected {offset + out.nbytes}: the shard "
-                "is truncated; prepare it again with --overwrite"
+                f"{path} ends at byte {offset}, expected {offset + len(out)}: the shard is "
+                "truncated; prepare it again with --overwrite"
             )
-        done += count
+        out, offset = out[count:], offset + count
 
 
 def write_at(handle: int, offset: int, content: memoryview) -> None:

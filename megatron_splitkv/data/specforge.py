@@ -28,6 +28,7 @@ from megatron_splitkv.data.offline_data import (
     row_matrix,
     row_vector,
 )
+from megatron_splitkv.data.partial import DiskFullError, full_disk_explained
 
 _SUFFIXES = (".ckpt", ".ckpt.gz")
 _ID_DTYPES = (torch.int64, torch.int32)
@@ -126,12 +127,18 @@ def _load(path: Path) -> dict[str, Any]:
         if path.suffix == ".gz":
             # Random access to a gzip file starts anew at every step back; the unpacked copy is
             # mapped, and its blocks are freed when the last tensor goes.
-            with gzip.open(path) as packed, tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+            with (
+                full_disk_explained(Path(tempfile.gettempdir()), "give the same command again"),
+                gzip.open(path) as packed,
+                tempfile.NamedTemporaryFile(suffix=".ckpt") as file,
+            ):
                 shutil.copyfileobj(packed, file, 1 << 20)
                 file.flush()
                 content = torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except DiskFullError:
+        raise
     except Exception as error:  # a damaged pickle makes the unpickler raise anything
         # Not torch's own words: they advise to load what is refused here.
         raise ConfigError(

@@ -11,8 +11,6 @@ that it has touched count as the process's memory beside the copy that training 
 """
 
 import os
-from bisect import bisect_right
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,7 @@ class FeatureStore:
         require_choice("verify", verify, ("size", "full"))
         self.path = Path(path)
         index = StoreIndex.read(self.path)
-        self.meta = index.meta
-        self._layouts, self._frozen = index.layouts(), index.frozen
+        self.meta, self._frozen = index.meta, index.frozen
         self._paths = [self.path / shard.file for shard in index.shards]
         for file in index.files(self.path):
             if problem := file.problem(full=verify == "full"):
@@ -60,12 +57,18 @@ class FeatureStore:
 
         self.lengths = np.array([n for s in index.shards for n in s.lengths], dtype=np.int64)
         counts = [len(shard.lengths) for shard in index.shards]
-        # Documents before each shard, and each document's first row inside its shard.
-        self._first_document = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).tolist()
+        # Each document's shard, and its first row inside it.
+        self._shard = np.repeat(np.arange(len(counts)), counts)
         global_starts = np.concatenate([[0], np.cumsum(self.lengths)])[:-1]
         shard_starts = np.cumsum([0, *(s.rows for s in index.shards)])[:-1]
         self._row_start = global_starts - np.repeat(shard_starts, counts)
-        self._handles: OrderedDict[int, int] = OrderedDict()
+        layouts = index.layouts()
+        # Byte of each shard's file at which a tensor begins.
+        self._token_ids_at = np.array([x.token_ids_start for x in layouts], dtype=np.int64)
+        self._features_at = np.array([x.features_start for x in layouts], dtype=np.int64)
+        self._final_hidden_at = np.array([x.final_hidden_start for x in layouts], dtype=np.int64)
+        self._loss_mask_at = np.array([x.loss_mask_start for x in layouts], dtype=np.int64)
+        self._handles: dict[int, int] = {}
         self.bytes_read = 0
 
     def __len__(self) -> int:
@@ -83,17 +86,19 @@ class FeatureStore:
 
     def token_ids(self, document: int) -> np.ndarray:
         """Token ids of one document, int64 ``[n]``."""
-        shard, row = self._locate(document)
-        out = np.empty(int(self.lengths[document]), dtype=np.int32)
-        self._read(shard, self._layouts[shard].token_ids_start + 4 * row, out.view(np.uint8))
-        return out.astype(np.int64)
+        return self.gather_token_ids([document])
 
     def loss_mask(self, document: int) -> np.ndarray:
         """Supervised positions of one document, bool ``[n]``."""
-        shard, row = self._locate(document)
-        out = np.empty(int(self.lengths[document]), dtype=np.uint8)
-        self._read(shard, self._layouts[shard].loss_mask_start + row, out)
-        return out.astype(bool)
+        return self.gather_loss_masks([document])
+
+    def gather_token_ids(self, documents: ArrayLike) -> np.ndarray:
+        """`token_ids` of several documents, end to end; one positioned read each."""
+        return self._gather_whole(documents, self._token_ids_at, np.int32).astype(np.int64)
+
+    def gather_loss_masks(self, documents: ArrayLike) -> np.ndarray:
+        """`loss_mask` of several documents, end to end; one positioned read each."""
+        return self._gather_whole(documents, self._loss_mask_at, np.uint8).astype(bool)
 
     def read_features(self, document: int, start: int, stop: int) -> torch.Tensor:
         """Rows ``start..stop`` of one document's features; no other row is touched.
@@ -117,8 +122,8 @@ class FeatureStore:
             ``stops - starts``.
         """
         self.require_features()
-        places = [(layout.features_start, layout.row_bytes) for layout in self._layouts]
-        return self._gather(documents, starts, stops, self.meta.feature_width, places)
+        width = self.meta.feature_width
+        return self._gather_rows(documents, starts, stops, self._features_at, width)
 
     def read_final_hidden(self, document: int, start: int, stop: int) -> torch.Tensor:
         """Rows ``start..stop`` of one document's final hidden states; no other row is touched.
@@ -137,8 +142,8 @@ class FeatureStore:
     ) -> torch.Tensor:
         """`read_final_hidden` of several row ranges, end to end; one positioned read each."""
         self.require_final_hidden()
-        places = [(layout.final_hidden_start, layout.final_row_bytes) for layout in self._layouts]
-        return self._gather(documents, starts, stops, self.meta.final_width, places)
+        width = self.meta.final_width
+        return self._gather_rows(documents, starts, stops, self._final_hidden_at, width)
 
     def require_features(self) -> None:
         """Refuse a token store.
@@ -202,23 +207,55 @@ class FeatureStore:
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader workers reopen their own files.
-        return {**self.__dict__, "_handles": OrderedDict(), "bytes_read": 0}
+        return {**self.__dict__, "_handles": {}, "bytes_read": 0}
 
     def __del__(self) -> None:
         if hasattr(self, "_handles"):
             self.close()
+
+    def _gather_whole(
+        self, documents: ArrayLike, begins: np.ndarray, dtype: type[np.generic]
+    ) -> np.ndarray:
+        """A tensor of one number a row, of whole documents."""
+        which = np.asarray(documents, dtype=np.int64)
+        stops = self.lengths.take(which, mode="clip")
+        row_bytes = np.dtype(dtype).itemsize
+        return self._gather(which, np.zeros_like(which), stops, begins, row_bytes).view(dtype)
+
+    def _gather_rows(
+        self,
+        documents: ArrayLike,
+        starts: ArrayLike,
+        stops: ArrayLike,
+        begins: np.ndarray,
+        width: int,
+    ) -> torch.Tensor:
+        """A tensor of rows of `feature_dtype`, which `bytes_read` counts."""
+        row_bytes = width * self.feature_dtype.itemsize
+        content = self._gather(documents, starts, stops, begins, row_bytes)
+        self.bytes_read += content.nbytes
+        rows = content.view(f"i{self.feature_dtype.itemsize}").reshape(-1, width)
+        return torch.from_numpy(rows).view(self.feature_dtype)
 
     def _gather(
         self,
         documents: ArrayLike,
         starts: ArrayLike,
         stops: ArrayLike,
-        width: int,
-        places: list[tuple[int, int]],
-    ) -> torch.Tensor:
-        """Row ranges of a tensor that lies, in each shard, at a byte and has rows of some bytes."""
+        begins: np.ndarray,
+        row_bytes: int,
+    ) -> np.ndarray:
+        """The bytes of row ranges of a tensor, end to end, uint8.
+
+        Args:
+            documents: int64 ``[k]``.
+            starts: int64 ``[k]``, rows.
+            stops: int64 ``[k]``, rows.
+            begins: byte at which the tensor begins in each shard.
+            row_bytes: of the tensor.
+        """
         which, first, last = (np.asarray(v, dtype=np.int64) for v in (documents, starts, stops))
-        lengths = self.lengths[np.clip(which, 0, self.num_documents - 1)]
+        lengths = self.lengths.take(which, mode="clip")
         bad = (which < 0) | (which >= self.num_documents)
         bad |= (first < 0) | (first > last) | (last > lengths)
         if bad.any():
@@ -227,41 +264,31 @@ class FeatureStore:
                 f"rows {first[i]}..{last[i]} of document {which[i]} with {lengths[i]} rows, in a "
                 f"store with {self.num_documents} documents"
             )
-        shards = np.searchsorted(self._first_document, which, side="right") - 1
-        begins, row_bytes = np.array(places, dtype=np.int64)[shards].T
-        offsets = begins + row_bytes * (self._row_start[which] + first)
-        ends = np.cumsum(row_bytes * (last - first))
+        shards = self._shard[which]
+        offsets = begins[shards] + row_bytes * (self._row_start[which] + first)
+        sizes = row_bytes * (last - first)
         # numpy asks for huge pages, torch does not: a new gigabyte costs 512 page faults, not
         # 262,144.
-        rows = np.empty((int((last - first).sum()), width), f"i{self.feature_dtype.itemsize}")
-        content, done = rows.reshape(-1).view(np.uint8), 0
-        for shard, offset, end in zip(
-            shards.tolist(), offsets.tolist(), ends.tolist(), strict=True
+        content = np.empty(int(sizes.sum()), dtype=np.uint8)
+        rest = memoryview(content)
+        for shard, offset, size in zip(
+            shards.tolist(), offsets.tolist(), sizes.tolist(), strict=True
         ):
-            if done < end:
-                self._read(shard, offset, content[done:end])
-            done = end
-        self.bytes_read += done
-        return torch.from_numpy(rows).view(self.feature_dtype)
+            if shard not in self._handles:
+                self._open(shard)
+            read_into(self._handles[shard], self._paths[shard], offset, rest[:size])
+            rest = rest[size:]
+        return content
 
-    def _locate(self, document: int) -> tuple[int, int]:
-        if not 0 <= document < self.num_documents:
-            raise IndexError(f"document {document} of a store with {self.num_documents}")
-        shard = bisect_right(self._first_document, document) - 1
-        return shard, int(self._row_start[document])
-
-    def _read(self, shard: int, offset: int, out: np.ndarray) -> None:
+    def _open(self, shard: int) -> None:
+        """Open a shard; the one that has been open for longest makes room."""
         path = self._paths[shard]
-        handle = self._handles.pop(shard, None)
-        if handle is None:
-            try:
-                handle = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise ConfigError(
-                    f"{path} cannot be opened any more ({error.strerror}): leave a store where it "
-                    "is while it is read"
-                ) from error
-        self._handles[shard] = handle
+        try:
+            self._handles[shard] = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be opened any more ({error.strerror}): leave a store where it is "
+                "while it is read"
+            ) from error
         if len(self._handles) > _MAX_OPEN_SHARDS:
-            os.close(self._handles.popitem(last=False)[1])
-        read_into(handle, path, offset, out)
+            os.close(self._handles.pop(next(iter(self._handles))))

@@ -16,7 +16,7 @@ INDEX_FILE = "index.json"
 
 @dataclass(frozen=True)
 class StoreFile:
-    """A file that the index lists."""
+    """A file whose size and checksum a record lists."""
 
     path: Path
     bytes: int
@@ -29,7 +29,7 @@ class StoreFile:
             full: compare the SHA-256, too, not only the size.
         """
         if not self.path.is_file():
-            return f"{self.path} is missing although the index lists it"
+            return f"{self.path} is missing; prepare it again with --overwrite"
         found = self.path.stat().st_size
         if found != self.bytes:
             return (

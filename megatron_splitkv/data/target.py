@@ -6,6 +6,7 @@ imported when a target is first touched, so that training from a store does not 
 """
 
 import hashlib
+import json
 import os
 import struct
 from collections.abc import Callable
@@ -19,6 +20,21 @@ from safetensors import SafetensorError
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import TargetInfo
 from megatron_splitkv.data.shard import file_sha256
+
+# Fields of config.json, of nested ones too, that say nothing about what is computed.
+_NO_COMPUTATION = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 # Called with (items done, items in all) while a stage runs.
 Progress = Callable[[int, int], None]
@@ -134,27 +150,48 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def target_checksum(path: str | os.PathLike[str]) -> str:
-    """SHA-256 over a target's weights: equal for equal weights in equal files.
+    """SHA-256 over what decides a target's computation: its weights and its configuration.
+
+    Equal weights in equal files count as equal; of config.json, the order and what only says how
+    the model was saved or is run do not count.
 
     Args:
         path: as in `load_target`.
 
     Returns:
-        Of a GGUF file, its own; of a folder, that of its weight files' names and checksums.
+        Of a GGUF file, its own; of a folder, that of its weight files' names and checksums, and of
+        its config.json.
 
     Raises:
-        ConfigError: there are no weights.
+        ConfigError: there are no weights, or config.json cannot be read.
     """
     folder = Path(path)
     if is_gguf(folder) and folder.is_file():
         return file_sha256(folder)
-    digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         raise ConfigError(f"target {path} has no weight files (*.safetensors)")
+    digest = hashlib.sha256(_computation(folder / "config.json").encode() + b"\n")
     for file in files:
         digest.update(f"{file.name}:{file_sha256(file)}\n".encode())
     return digest.hexdigest()
+
+
+def target_name(path: str | os.PathLike[str]) -> str:
+    """How a store names a target, for people.
+
+    Args:
+        path: as in `load_target`.
+
+    Returns:
+        ``ORG/NAME@REVISION`` of a folder in the Hugging Face cache, which is called by its revision
+        alone; else the last part of the path.
+    """
+    target = Path(os.path.abspath(path))
+    repository = target.parent.parent.name
+    if target.parent.name == "snapshots" and repository.startswith("models--"):
+        return f"{repository.removeprefix('models--').replace('--', '/')}@{target.name}"
+    return target.name
 
 
 def describe_target(
@@ -182,6 +219,20 @@ def describe_target(
         eos_token_ids=eos_ids,
         pad_token_id=config.pad_token_id,
     )
+
+
+def _computation(file: Path) -> str:
+    """What config.json says about what is computed, in one form only."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: without(v) for k, v in value.items() if k not in _NO_COMPUTATION}
+        return value
+
+    try:
+        return json.dumps(without(json.loads(file.read_text())), sort_keys=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {_first_line(error)}") from error
 
 
 def _auto_class(config: Any, path: str | os.PathLike[str]) -> Any:

@@ -8,6 +8,7 @@ decoding: 2 x layers x KV heads x head size x bytes of the dtype for each token.
 Shape legend: n tokens of a piece, C tapped layers, d hidden size.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from megatron_splitkv.compat.signatures import first_known_parameter
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.chunk_attention import bounded_attention
 from megatron_splitkv.data.meta import check_target_layer_ids
+from megatron_splitkv.data.rope import check_document_length, rope_switches
 from megatron_splitkv.data.target import Progress, import_transformers, silent
 
 _SOFTCAP = "final_logit_softcapping"
@@ -120,7 +122,8 @@ def document_states(
 
     Documents of up to `batch_tokens` are batched by similar length and padded on the right: in a
     causal model that changes no real row, so no mask is needed. Longer ones run alone, in chunks of
-    `batch_tokens`.
+    `batch_tokens`. Where RoPE changes above some length (`rope_switches`), a batch lies on one side
+    of it, and a document above it is never cut.
 
     Args:
         model: from `load_target`.
@@ -135,7 +138,7 @@ def document_states(
 
     Raises:
         ConfigError: an empty document, or one longer than `batch_tokens` whose target cannot go on
-            from chunk to chunk.
+            from chunk to chunk, or a target whose RoPE forbids it.
     """
     lengths = [int(document.numel()) for document in documents]
     if 0 in lengths:
@@ -144,6 +147,8 @@ def document_states(
         raise ConfigError(f"{batch_tokens} tokens a forward pass; give at least 1")
     order = sorted(range(len(documents)), key=lambda i: (-lengths[i], i))
     num_long = sum(n > batch_tokens for n in lengths)
+    switches = rope_switches(model.config)
+    check_document_length(model.config, max(lengths, default=0), batch_tokens)
     if num_long:
         check_chunks(model, lengths[order[0]], batch_tokens)
     total, done = sum(lengths), 0
@@ -159,7 +164,13 @@ def document_states(
             done += start
         at = num_long
         while at < len(order):
-            batch = order[at : at + batch_tokens // lengths[order[at]]]
+            longest = lengths[order[at]]
+            side = bisect_left(switches, longest)
+            batch = [
+                i
+                for i in order[at : at + batch_tokens // longest]
+                if bisect_left(switches, lengths[i]) == side
+            ]
             ids = nn.utils.rnn.pad_sequence([documents[i] for i in batch], batch_first=True)
             states = _read(model, collect, ids.to(model.device), output_device, use_cache=False)
             for i, features, final in zip(batch, *states, strict=True):

@@ -58,6 +58,30 @@ class RawSample:
     content: str | Conversation
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where in a user's files a sample begins.
+
+    Args:
+        file: number of the file among them.
+        byte: first byte of the line; 0 in a plain text.
+        line: its number, from 1.
+    """
+
+    file: int = 0
+    byte: int = 0
+    line: int = 1
+
+
+@dataclass(frozen=True)
+class PlacedSample:
+    """A sample, where it begins, and how many bytes of its file it takes."""
+
+    place: Place
+    size: int
+    sample: RawSample
+
+
 def standard_library_text(max_bytes: int | None = None) -> list[TextFile]:
     """Source files of Python's standard library, without its tests, in a fixed order.
 
@@ -114,35 +138,50 @@ def read_samples(paths: Sequence[str | Path]) -> Iterator[RawSample]:
             path.open("rb").close()
         except OSError as error:
             raise ConfigError(f"text file {path} cannot be read: {error.strerror}") from error
-    return _read_all(files)
+    return (placed.sample for placed in read_from(files))
 
 
-def _read_all(files: Sequence[Path]) -> Iterator[RawSample]:
+def read_from(paths: Sequence[Path], start: Place = Place()) -> Iterator[PlacedSample]:
+    """The samples of `read_samples` from one of them on; nothing before it is read.
+
+    Args:
+        paths: all files.
+        start: where a sample begins; the first one if not given.
+
+    Raises:
+        ConfigError: as `read_samples`.
+    """
     empty = True
-    for path in files:
-        for sample in _read_lines(path) if path.suffix.lower() == ".jsonl" else _read_text(path):
+    for number in range(start.file, len(paths)):
+        path, place = paths[number], start if number == start.file else Place(number)
+        for placed in (_read_lines if path.suffix.lower() == ".jsonl" else _read_text)(path, place):
             empty = False
-            yield sample
-    if empty:
-        raise ConfigError(f"no text in {', '.join(map(str, files))}")
+            yield placed
+    if empty and start == Place():
+        raise ConfigError(f"no text in {', '.join(map(str, paths))}")
 
 
-def _read_text(path: Path) -> Iterator[RawSample]:
+def _read_text(path: Path, place: Place) -> Iterator[PlacedSample]:
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding=_ENCODING)
+        text = content.decode(_ENCODING)
     except UnicodeDecodeError as error:
         raise ConfigError(f"text file {path} cannot be read: {error}") from error
     if text.strip():
-        yield RawSample(str(path), text)
+        yield PlacedSample(place, len(content), RawSample(str(path), text))
 
 
-def _read_lines(path: Path) -> Iterator[RawSample]:
+def _read_lines(path: Path, place: Place) -> Iterator[PlacedSample]:
+    byte = place.byte
     # Bytes end a line at a newline only; a JSON text may hold other separators, such as U+2028.
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        lines.seek(byte)
+        for number, line in enumerate(lines, start=place.line):
             if not line.isspace():
                 origin = f"{path} line {number}"
-                yield RawSample(origin, _parse_line(origin, line))
+                sample = RawSample(origin, _parse_line(origin, line))
+                yield PlacedSample(Place(place.file, byte, number), len(line), sample)
+            byte += len(line)
 
 
 def _parse_line(origin: str, line: bytes) -> str | Conversation:

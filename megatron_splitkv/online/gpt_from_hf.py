@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_splitkv import compat
 from megatron_splitkv.comm import group_rank, group_size
 from megatron_splitkv.config import ConfigError, require_choice
+from megatron_splitkv.data.rope import rope_types
 from megatron_splitkv.data.target import import_transformers
 from megatron_splitkv.gpt_specs import get_gpt_layer_spec
 from megatron_splitkv.online.hf_weights import HFWeights
@@ -26,7 +27,7 @@ from megatron_splitkv.online.hf_weights import HFWeights
 FAMILIES = ("llama", "qwen2", "qwen3")
 BACKENDS = ("local", "transformer_engine")
 # Frequencies that do not depend on how long a sequence is, and leave cosines and sines their size.
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_TYPES = {"default", "linear", "llama3"}
 
 
 def check_gpt_from_hf(
@@ -160,13 +161,13 @@ def _inverse_frequencies(hf: Any, folder: Path) -> torch.Tensor:
     import_transformers()
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(hf)
+    types = rope_types(hf)
     partial = (hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0
-    if rotary.rope_type not in _ROPE_TYPES or partial != 1.0:
-        raise _unsupported(
-            folder, f"RoPE of type {rotary.rope_type!r} on {partial:.0%} of a head's width"
-        )
-    frequencies: torch.Tensor = rotary.inv_freq.clone()  # no buffer of the target's any more
+    if not types <= _ROPE_TYPES or partial != 1.0:
+        named = ", ".join(map(repr, sorted(types)))
+        raise _unsupported(folder, f"RoPE of type {named} on {partial:.0%} of a head's width")
+    # No buffer of the target's any more.
+    frequencies: torch.Tensor = LlamaRotaryEmbedding(hf).inv_freq.clone()
     return frequencies
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import StoreMeta, check_target_layer_ids
+from megatron_splitkv.data.rope import longest_document
 from megatron_splitkv.data.shard import FEATURE_DTYPES
 from megatron_splitkv.data.target_states import (
     check_chunks,
@@ -22,6 +23,28 @@ from megatron_splitkv.data.target_states import (
 )
 from megatron_splitkv.online.source import document_owners, documents_source
 from megatron_splitkv.plan.row_source import RowSource
+
+BATCH_TOKENS = 4096
+
+
+def check_lengths(config: Any, longest: int, batch_tokens: int = BATCH_TOKENS) -> None:
+    """Refuse a target whose RoPE does not let it read documents as a pass takes them.
+
+    Args:
+        config: transformers' configuration of the target.
+        longest: tokens of the longest document that will come.
+        batch_tokens: padded tokens of one forward pass.
+
+    Raises:
+        ConfigError: naming limit and remedy.
+    """
+    most = longest_document(config, batch_tokens)
+    if most is not None and longest > most:
+        raise ConfigError(
+            f"the target's RoPE (longrope) does not let it read a document of more than {most} "
+            f"tokens in chunks, and the longest has {longest}; train from a feature store prepared "
+            f"with --batch-tokens {longest}, or cut with `splitkv prepare --sequence-length {most}`"
+        )
 
 
 class HFTarget:
@@ -40,7 +63,8 @@ class HFTarget:
 
     Raises:
         ConfigError: no such layers, `final_hidden` of a target whose logits are more than its head
-            of them, or documents longer than a pass of one that cannot read them in chunks.
+            of them, or documents longer than a pass of one that cannot read them in chunks, or
+            whose RoPE forbids it.
     """
 
     def __init__(
@@ -51,8 +75,9 @@ class HFTarget:
         cp_size: int,
         final_hidden: bool,
         longest: int = 0,
-        batch_tokens: int = 4096,
+        batch_tokens: int = BATCH_TOKENS,
     ) -> None:
+        check_lengths(model.config, longest, batch_tokens)
         layers = decoder_layers(model)
         check_target_layer_ids(meta.target_layer_ids, len(layers))
         if final_hidden:

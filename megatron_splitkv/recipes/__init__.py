@@ -7,13 +7,14 @@ is imported when a recipe is asked for, so that a launcher may read the names wi
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from megatron_splitkv.config import ConfigError, require_choice
 
 if TYPE_CHECKING:
     from megatron_splitkv.recipes.container import DFlashConfigContainer
     from megatron_splitkv.recipes.dflash import (
+        OnlineOptions,
         qwen3_8b_dflash_splitkv_pretrain_config,
         qwen35_27b_dflash_splitkv_pretrain_config,
         qwen35_35b_a3b_dflash_splitkv_pretrain_config,
@@ -38,17 +39,18 @@ __all__ = [
 ]
 
 
-def load_recipe(target_name: str) -> "DFlashConfigContainer":
+def load_recipe(target_name: str, **online: "Unpack[OnlineOptions]") -> "DFlashConfigContainer":
     """Return the configuration of a target's recipe.
 
     Args:
         target_name: one of `RECIPES`.
+        **online: target that runs in the job, see `recipes.dflash.OnlineOptions`.
 
     Raises:
         ConfigError: an unknown name, or Megatron-Bridge cannot be imported.
     """
     name = RECIPES[require_choice("recipe", target_name, RECIPES)]
-    return _recipe(name)()
+    return _recipe(name)(**online)
 
 
 def _recipe(name: str) -> Any:

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.utils.common_utils import get_rank_safe
+from megatron.bridge.utils.common_utils import get_local_rank_preinit, get_rank_safe
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
 from megatron_splitkv.attention.choice import block_order_of
 from megatron_splitkv.config import ConfigError, require_choice
+from megatron_splitkv.data.meta import StoreMeta
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.loss import check_token_count
-from megatron_splitkv.recipes.data import FeatureStoreProvider
+from megatron_splitkv.recipes.data import ONLINE_TARGET, FeatureStoreProvider
 from megatron_splitkv.recipes.model import DFlashModelConfig
 from megatron_splitkv.train.drafter_file import check_checkpoint_folder, write_drafter_config
+from megatron_splitkv.train.online_arguments import OpenTarget, open_target
 from megatron_splitkv.train.setup import check_writable
-from megatron_splitkv.train.validate import check_teacher
+from megatron_splitkv.train.validate import check_same_target, check_teacher
 
 # A saved configuration names our classes, and Bridge builds only what is allowed.
 register_allowed_target_prefix("megatron_splitkv.")
@@ -39,7 +41,7 @@ class DFlashConfigContainer(ConfigContainer):
     dataset: FeatureStoreProvider
 
     def validate(self) -> None:
-        """Open the stores, check the parts against one another, then let Bridge check.
+        """Open stores and target, check the parts against one another, and let Bridge check.
 
         Rank 0 leaves ``drafter_config.json`` in ``checkpoint.save``, where `splitkv export` looks
         for it.
@@ -57,12 +59,28 @@ class DFlashConfigContainer(ConfigContainer):
                     f"{name} {value} is not supported: a micro-batch is one pack of documents; use "
                     "1 and raise model.seq_length or train.global_batch_size"
                 )
+        if self.dist.eval_context_parallel_size not in (None, self.model.context_parallel_size):
+            raise ConfigError(
+                f"dist.eval_context_parallel_size {self.dist.eval_context_parallel_size} is not "
+                "supported: held-out packs are split as those of training; drop it, or change "
+                "model.context_parallel_size"
+            )
         store, valid_store = self.dataset.open()
+        # No checkpoint holds them, so nothing else notices when they are not what was trained with.
+        store.check_frozen()
         self._check_against(store)
-        for documents in (store, valid_store):
-            if documents is not None:  # packing refuses documents that are longer than a pack
-                self.dataset.pack(documents, self.model.seq_length)
-                check_teacher(self.model.dflash, str(documents.path), documents.meta)
+        stores = [store] if valid_store is None else [store, valid_store]
+        metas = [
+            self.dataset.features_meta(
+                documents, self.model.dflash.target_layer_ids, bf16=self.model.bf16
+            )
+            for documents in stores
+        ]
+        for documents, meta in zip(stores, metas, strict=True):
+            check_same_target(str(store.path), metas[0], str(documents.path), meta)
+            # Packing refuses documents that are longer than a pack.
+            self.dataset.pack(documents, self.model.seq_length)
+            check_teacher(self.model.dflash, str(documents.path), meta)
         self._complete_evaluation(valid_store)
         self._check_by_bridge()
 
@@ -71,6 +89,7 @@ class DFlashConfigContainer(ConfigContainer):
             folder = getattr(self.checkpoint, name)
             if folder is not None:
                 check_checkpoint_folder(f"checkpoint.{name}", folder, dflash, target)
+        self.dataset.use_target(self._open_target(metas[0], stores))
         if self.checkpoint.save is not None:
             check_writable("checkpoint.save", self.checkpoint.save)
             if get_rank_safe() == 0:
@@ -80,18 +99,41 @@ class DFlashConfigContainer(ConfigContainer):
         self.dataset.draw_for(
             dflash,
             self.model.seq_length,
-            self.validation.eval_iters * self.validation.eval_global_batch_size,
-            block_order_of([layers] if isinstance(layers, str) else layers),
+            batch=None if self.train.rampup_batch_size else self.train.global_batch_size,
+            eval_batch=self.validation.eval_global_batch_size,
+            eval_iters=self.validation.eval_iters,
+            block_order=block_order_of([layers] if isinstance(layers, str) else layers),
+        )
+
+    def _open_target(self, meta: StoreMeta, stores: list[FeatureStore]) -> OpenTarget | None:
+        """The target in the job for the documents of the stores, if one was asked for."""
+        dataset, model = self.dataset, self.model
+        if dataset.online_target is None or dataset.online_target_backend is None:
+            return None
+        return open_target(
+            dataset.online_target,
+            dataset.online_target_backend,
+            meta,
+            stores,
+            final_hidden=model.dflash.needs_final_hidden,
+            tp_size=model.tensor_model_parallel_size,
+            cp_size=model.context_parallel_size,
+            transformer_impl=model.transformer_impl,
+            # As Bridge sets it, but before it does.
+            gpu=0 if self.dist.external_gpu_device_mapping else get_local_rank_preinit(),
+            option=ONLINE_TARGET,
         )
 
     def _check_against(self, store: FeatureStore) -> None:
         """Refuse a drafter that is not for the store's target."""
         target, dflash = store.meta.target, self.model.dflash
+        online = self.dataset.online_target is not None
+        taps = dflash.target_layer_ids if online else store.meta.target_layer_ids
         for name, value, wanted in (
             ("hidden_size", dflash.hidden_size, target.hidden_size),
             ("vocab_size", dflash.vocab_size, target.vocab_size),
             ("num_target_layers", dflash.num_target_layers, target.num_layers),
-            ("target_layer_ids", dflash.target_layer_ids, store.meta.target_layer_ids),
+            ("target_layer_ids", dflash.target_layer_ids, taps),
         ):
             if value != wanted:
                 raise ConfigError(

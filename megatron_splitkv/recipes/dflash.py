@@ -1,10 +1,14 @@
 """Recipes of published DFlash drafters, under the names by which NeMo users look for them.
 
-Each is a function that needs no argument and returns a configuration for Bridge's ``pretrain()``.
-Only ``dataset.feature_store`` has to be filled in. Every field can be changed afterwards.
+Each is a function that needs no argument and returns a configuration for Bridge's ``pretrain()``:
+
+    pretrain(config, BridgeForwardStep(), callbacks=[DealPacks()])
+
+Only ``dataset.feature_store`` has to be filled in. Every field can be changed afterwards. The
+arguments of `OnlineOptions` let the target run in the job.
 """
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -27,36 +31,60 @@ from megatron_splitkv.recipes.model import DFlashModelConfig
 _WEIGHT_DECAY = 0.01
 
 
-def qwen3_8b_dflash_splitkv_pretrain_config() -> DFlashConfigContainer:
+class OnlineOptions(TypedDict, total=False):
+    """A target that runs in the job, as the options of the same names of Megatron's launch say it.
+
+    Args:
+        online_target: its local Hugging Face folder; without one, features come from the store.
+        online_target_backend: what runs it, ``hf`` (default) or ``megatron``.
+    """
+
+    online_target: str | None
+    online_target_backend: str | None
+
+
+def qwen3_8b_dflash_splitkv_pretrain_config(
+    **online: Unpack[OnlineOptions],
+) -> DFlashConfigContainer:
     """Drafter of Qwen3-8B: packs of 8,192 tokens on one node of 8 GPUs."""
     return dflash_splitkv_pretrain_config(
-        DFlashConfig.preset("qwen3-8b"), seq_length=8192, context_parallel_size=8
+        DFlashConfig.preset("qwen3-8b"), seq_length=8192, context_parallel_size=8, **online
     )
 
 
-def qwen35_35b_a3b_dflash_splitkv_pretrain_config() -> DFlashConfigContainer:
+def qwen35_35b_a3b_dflash_splitkv_pretrain_config(
+    **online: Unpack[OnlineOptions],
+) -> DFlashConfigContainer:
     """Drafter of Qwen3.5-35B-A3B: packs of 262,144 tokens on one node of 8 GPUs."""
     return dflash_splitkv_pretrain_config(
-        DFlashConfig.preset("qwen3.5-35b-a3b"), seq_length=262144, context_parallel_size=8
+        DFlashConfig.preset("qwen3.5-35b-a3b"), seq_length=262144, context_parallel_size=8, **online
     )
 
 
-def qwen35_27b_dflash_splitkv_pretrain_config() -> DFlashConfigContainer:
+def qwen35_27b_dflash_splitkv_pretrain_config(
+    **online: Unpack[OnlineOptions],
+) -> DFlashConfigContainer:
     """Drafter of Qwen3.5-27B: packs of 262,144 tokens on one node of 8 GPUs."""
     return dflash_splitkv_pretrain_config(
-        DFlashConfig.preset("qwen3.5-27b"), seq_length=262144, context_parallel_size=8
+        DFlashConfig.preset("qwen3.5-27b"), seq_length=262144, context_parallel_size=8, **online
     )
 
 
-def qwen36_27b_dflash_splitkv_pretrain_config() -> DFlashConfigContainer:
+def qwen36_27b_dflash_splitkv_pretrain_config(
+    **online: Unpack[OnlineOptions],
+) -> DFlashConfigContainer:
     """Drafter of Qwen3.6-27B, with sliding layers: packs of 262,144 tokens on 8 GPUs of a node."""
     return dflash_splitkv_pretrain_config(
-        DFlashConfig.preset("qwen3.6-27b"), seq_length=262144, context_parallel_size=8
+        DFlashConfig.preset("qwen3.6-27b"), seq_length=262144, context_parallel_size=8, **online
     )
 
 
 def dflash_splitkv_pretrain_config(
-    dflash: DFlashConfig, *, seq_length: int, context_parallel_size: int
+    dflash: DFlashConfig,
+    *,
+    seq_length: int,
+    context_parallel_size: int,
+    **online: Unpack[OnlineOptions],
 ) -> DFlashConfigContainer:
     """Return the recipe of any drafter: DFlash's published optimizer and schedule, bf16.
 
@@ -64,6 +92,7 @@ def dflash_splitkv_pretrain_config(
         dflash: the drafter.
         seq_length: tokens of a pack.
         context_parallel_size: ranks that share a pack.
+        **online: see `OnlineOptions`.
 
     Source:
         Learning rate 6e-4, cosine, warm-up over 4 % of the steps: DFlash (z-lab).
@@ -80,7 +109,7 @@ def dflash_splitkv_pretrain_config(
             context_parallel_size=context_parallel_size,
             **communication,
         ),
-        dataset=FeatureStoreProvider(),
+        dataset=FeatureStoreProvider(**online),
         train=TrainingConfig(train_iters=10_000, micro_batch_size=1, global_batch_size=8),
         validation=ValidationConfig(eval_iters=None, eval_interval=1000),
         optimizer=OptimizerConfig(

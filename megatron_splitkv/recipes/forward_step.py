@@ -24,7 +24,7 @@ class BridgeForwardStep:
         """Run the model on the next micro-batch.
 
         Args:
-            state: Bridge's; the timers are used.
+            state: Bridge's; the timers are used, and the target in the job of its dataset.
             data_iterator: collated packs.
             model: the wrapped drafter.
 
@@ -35,5 +35,6 @@ class BridgeForwardStep:
             self._step = ForwardStep(
                 timers=lambda: state.timers,
                 progress=lambda: state.train_state.step / state.cfg.train.train_iters,
+                open_target=state.cfg.dataset.open_target,
             )
         return self._step(data_iterator, model)

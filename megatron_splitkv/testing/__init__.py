@@ -1,6 +1,6 @@
 """Ground truth and process pools that the package's own tests, and yours, stand on."""
 
-from megatron_splitkv.testing.gloo import GlooPool, gloo_pool, subgroup
+from megatron_splitkv.testing.gloo import GlooPool, close_gloo_pools, gloo_pool, subgroup
 from megatron_splitkv.testing.reference import (
     dense_sdpa_attention,
     reference_attention,
@@ -10,6 +10,7 @@ from megatron_splitkv.testing.reference import (
 
 __all__ = [
     "GlooPool",
+    "close_gloo_pools",
     "dense_sdpa_attention",
     "gloo_pool",
     "reference_attention",

@@ -1,8 +1,8 @@
 """A pool of gloo ranks on one machine that many tests share.
 
-Starting a rank costs an import of torch; a collective costs microseconds. So torch is imported once
-in a server from which all ranks are forked, the ranks are started once, and every test sends them a
-function to run.
+Starting a rank costs an import of torch and Megatron; a collective costs microseconds. So both are
+imported once, in a server from which all ranks are forked, the ranks of a test file are started
+once, and every test sends them a function to run.
 """
 
 import atexit
@@ -21,6 +21,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+# What ranks are forked with; what is not installed is passed over.
+_PRELOADED = ["torch", "torch.distributed", "megatron.training"]
 # Time that the other ranks get to finish (or to fail too) once one rank has failed.
 _GRACE_SECONDS = 3.0
 _STARTUP_SECONDS = 300.0
@@ -85,7 +87,7 @@ class GlooPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="splitkv-gloo-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
@@ -156,7 +158,12 @@ def gloo_pool(world_size: int) -> GlooPool:
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_gloo_pools() -> None:
+    """End the ranks of all pools; their next `run` starts new ones in about a second.
+
+    For the end of a test file: every group that its tests have made keeps threads, which wake a
+    hundred times a second for as long as the ranks live.
+    """
     for pool in _POOLS.values():
         pool.close()
 

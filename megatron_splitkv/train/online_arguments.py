@@ -5,6 +5,7 @@ says about its features, taps and dtype, is settled here instead.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,19 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_splitkv.comm.once_a_node import once_a_node
 from megatron_splitkv.config import ONLINE_TARGETS, ConfigError, layer_ids, require_choice
 from megatron_splitkv.data.meta import StoreMeta, spread_target_layer_ids
 from megatron_splitkv.data.shard import FEATURE_DTYPES
 from megatron_splitkv.data.store import FeatureStore
-from megatron_splitkv.data.target import import_transformers, load_target, target_checksum
+from megatron_splitkv.data.target import (
+    import_transformers,
+    load_target,
+    load_target_config,
+    target_checksum,
+)
 from megatron_splitkv.export.folder import read_config
-from megatron_splitkv.online.hf_target import HFTarget
+from megatron_splitkv.online.hf_target import HFTarget, check_lengths
 from megatron_splitkv.online.source import OnlineTarget
 
 OPTION = "--online-target"
@@ -67,20 +74,43 @@ def check_online_arguments(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: an unknown backend, or an option that means nothing without a target.
     """
-    if args.online_target is not None:
-        args.online_target_backend = require_choice(
-            "--online-target-backend", args.online_target_backend or "hf", ONLINE_TARGETS
-        )
-        return
-    for option, value in (
-        ("--online-target-backend", args.online_target_backend),
-        ("--target-layer-ids", args.target_layer_ids),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"{option} is for a target in the job: add {OPTION} FOLDER, or drop it (the "
-                "feature store has its layers)"
-            )
+    args.online_target_backend = check_online_choice(args.online_target, args.online_target_backend)
+    if args.online_target is None and args.target_layer_ids is not None:
+        raise _means_nothing("--target-layer-ids", OPTION)
+
+
+def check_online_choice(
+    folder: str | None,
+    backend: str | None,
+    option: str = OPTION,
+    backend_option: str = "--online-target-backend",
+) -> str | None:
+    """Refuse an unknown backend, and one that means nothing without a target.
+
+    Args:
+        folder: the target in the job, if any.
+        backend: what runs it; None lets us choose.
+        option: what named the folder.
+        backend_option: what named the backend.
+
+    Returns:
+        The backend; None without a target.
+
+    Raises:
+        ConfigError: naming the option, the value and the remedy.
+    """
+    if folder is not None:
+        return require_choice(backend_option, backend or "hf", ONLINE_TARGETS)
+    if backend is not None:
+        raise _means_nothing(backend_option, option)
+    return None
+
+
+def _means_nothing(what: str, option: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is for a target in the job: add {option} FOLDER, or drop it (the feature store "
+        "has its layers)"
+    )
 
 
 def features_meta(args: argparse.Namespace, store: FeatureStore) -> StoreMeta:
@@ -101,13 +131,26 @@ def features_meta(args: argparse.Namespace, store: FeatureStore) -> StoreMeta:
     if args.online_target is None:
         store.require_features()
         return store.meta
-    meta = store.meta
     if args.target_layer_ids is None:
-        args.target_layer_ids = _default_taps(args, meta)
-    training_dtype = "bfloat16" if args.bf16 else "float32"
+        args.target_layer_ids = _default_taps(args, store.meta)
+    return meta_of_target(store.meta, args.target_layer_ids, bf16=args.bf16)
+
+
+def meta_of_target(meta: StoreMeta, target_layer_ids: tuple[int, ...], *, bf16: bool) -> StoreMeta:
+    """What training gets as features of a store's documents from a target in the job.
+
+    Args:
+        meta: of the store.
+        target_layer_ids: tapped layers.
+        bf16: whether training is in bf16; a store that has features decides their dtype instead.
+
+    Raises:
+        ConfigError: taps that the target has not.
+    """
+    training_dtype = "bfloat16" if bf16 else "float32"
     return replace(
         meta,
-        target_layer_ids=args.target_layer_ids,
+        target_layer_ids=target_layer_ids,
         dtype=meta.dtype if meta.has_features else training_dtype,
         final_hidden=True,
         has_features=True,
@@ -130,67 +173,112 @@ def open_online_target(
     *,
     final_hidden: bool,
 ) -> OpenTarget | None:
-    """Check the target in the job, and load what can be loaded without process groups.
-
-    Every rank reads the weights twice: to compare their checksum with the stores', and to load
-    them.
+    """Open the target that the command line names.
 
     Args:
         args: validated by Megatron.
         meta: of `features_meta`.
-        stores: whose documents will come; all are of one target.
-        final_hidden: whether the drafter learns from the target's distribution.
+        stores: as for `open_target`.
+        final_hidden: likewise.
 
     Returns:
         What makes the target once there are groups; None without ``--online-target``.
 
     Raises:
-        ConfigError: no target, another one than the stores', or one that cannot be run.
+        ConfigError: see `open_target`.
     """
     if args.online_target is None:
         return None
-    folder = Path(args.online_target)
-    if not folder.exists():
-        raise ConfigError(f"{OPTION} {folder}: there is no such folder")
-    import_transformers()  # or say that it is missing before anything is read
-    if args.online_target_backend == "megatron":
-        return _megatron_target(args, folder, meta, final_hidden)
-    _check_same_weights(folder, meta)
-    on_gpu = torch.cuda.is_available()
-    target = HFTarget(
-        load_target(folder, device=torch.device("cuda", args.local_rank) if on_gpu else "cpu"),
+    return open_target(
+        args.online_target,
+        args.online_target_backend,
         meta,
-        cp_size=args.context_parallel_size,
+        stores,
         final_hidden=final_hidden,
-        longest=max(int(store.lengths.max()) for store in stores),
+        tp_size=args.tensor_model_parallel_size,
+        cp_size=args.context_parallel_size,
+        transformer_impl=args.transformer_impl,
+        gpu=args.local_rank,
+    )
+
+
+def open_target(
+    folder: str | os.PathLike[str],
+    backend: str,
+    meta: StoreMeta,
+    stores: Sequence[FeatureStore],
+    *,
+    final_hidden: bool,
+    tp_size: int,
+    cp_size: int,
+    transformer_impl: str,
+    gpu: int,
+    option: str = OPTION,
+) -> OpenTarget:
+    """Check the target in the job, and load what can be loaded without process groups.
+
+    One rank of each node reads the weights to compare their checksum with the stores'; every rank
+    reads them to load them. Call it on every rank.
+
+    Args:
+        folder: a local Hugging Face folder.
+        backend: one of `ONLINE_TARGETS`.
+        meta: of `meta_of_target`.
+        stores: whose documents will come; all are of one target.
+        final_hidden: whether the drafter learns from the target's distribution.
+        tp_size: tensor-parallel size.
+        cp_size: context-parallel size.
+        transformer_impl: whose modules the backend megatron takes.
+        gpu: of this rank, where there are any.
+        option: what named the folder.
+
+    Returns:
+        What makes the target once there are groups.
+
+    Raises:
+        ConfigError: no target, another one than the stores', or one that cannot be run.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        raise ConfigError(f"{option} {folder}: there is no such folder")
+    import_transformers()  # or say that it is missing before anything is read
+    if backend == "megatron":
+        # Imported here: it takes all of Megatron's GPT along.
+        from megatron_splitkv.online.gpt_from_hf import check_gpt_from_hf
+        from megatron_splitkv.online.megatron_target import build_megatron_target
+
+        check_gpt_from_hf(folder, backend=transformer_impl, tp_size=tp_size)
+        _check_same_target(option, folder, meta)
+        return lambda groups: build_megatron_target(
+            folder,
+            meta.target_layer_ids,
+            pg_collection=groups,
+            backend=transformer_impl,
+            final_hidden=final_hidden,
+            feature_dtype=FEATURE_DTYPES[meta.dtype],
+        )
+    longest = max(int(store.lengths.max()) for store in stores)
+    check_lengths(load_target_config(folder), longest)
+    _check_same_target(option, folder, meta)
+    device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+    target = HFTarget(
+        load_target(folder, device=device),
+        meta,
+        cp_size=cp_size,
+        final_hidden=final_hidden,
+        longest=longest,
     )
     return lambda groups: target
 
 
-def _megatron_target(
-    args: argparse.Namespace, folder: Path, meta: StoreMeta, final_hidden: bool
-) -> OpenTarget:
-    # Imported here: it takes all of Megatron's GPT along.
-    from megatron_splitkv.online.gpt_from_hf import check_gpt_from_hf
-    from megatron_splitkv.online.megatron_target import build_megatron_target
+def _check_same_target(option: str, folder: Path, meta: StoreMeta) -> None:
+    def check() -> None:
+        checksum, target = target_checksum(folder), meta.target
+        if checksum != target.checksum:
+            raise ConfigError(
+                f"{option} {folder} is another target (checksum {checksum}) than the feature "
+                f"store's ({target.id!r}, {target.checksum}); name the folder that the store was "
+                "prepared with, or prepare a store with this one"
+            )
 
-    backend = args.transformer_impl
-    check_gpt_from_hf(folder, backend=backend, tp_size=args.tensor_model_parallel_size)
-    _check_same_weights(folder, meta)
-    return lambda groups: build_megatron_target(
-        folder,
-        meta.target_layer_ids,
-        pg_collection=groups,
-        backend=backend,
-        final_hidden=final_hidden,
-        feature_dtype=FEATURE_DTYPES[meta.dtype],
-    )
-
-
-def _check_same_weights(folder: Path, meta: StoreMeta) -> None:
-    checksum, target = target_checksum(folder), meta.target
-    if checksum != target.checksum:
-        raise ConfigError(
-            f"{OPTION} {folder} is another target (checksum {checksum}) than the feature store's "
-            f"({target.id!r}, {target.checksum}); name the folder that the store was prepared with"
-        )
+    once_a_node(check)

@@ -89,10 +89,14 @@ def deal_training(
     varies = ("rampup_batch_size", "step_batch_size_schedule")
     if any(getattr(args, name, None) for name in varies):
         return None
-    replicas = args.data_parallel_size
-    # --decrease-batch-size-if-needed rounds down; without it Megatron refuses what does not divide.
-    batch = args.global_batch_size // replicas * replicas
-    return _dealing(args, dflash, packing, args.consumed_train_samples, batch)
+    return deal_packs(
+        packing,
+        dflash,
+        args.num_anchors,
+        start=args.consumed_train_samples,
+        global_batch_size=args.global_batch_size,
+        num_replicas=args.data_parallel_size,
+    )
 
 
 def deal_evaluation(
@@ -106,26 +110,51 @@ def deal_evaluation(
         packing: the canonical order.
         period: packs of one evaluation.
     """
-    start = 0 if args.skip_train else args.consumed_valid_samples  # as Megatron's sampler begins
-    return _dealing(args, dflash, packing, start, args.eval_global_batch_size, period)
+    return deal_packs(
+        packing,
+        dflash,
+        args.num_anchors,
+        start=0 if args.skip_train else args.consumed_valid_samples,  # as Megatron's sampler begins
+        global_batch_size=args.eval_global_batch_size,
+        num_replicas=args.data_parallel_size,
+        period=period,
+    )
 
 
-def _dealing(
-    args: argparse.Namespace,
-    dflash: DFlashConfig,
+def deal_packs(
     packing: PackedEpochs,
+    dflash: DFlashConfig,
+    num_anchors: int,
+    *,
     start: int,
-    batch: int,
+    global_batch_size: int,
+    num_replicas: int,
     period: int | None = None,
 ) -> Dealing | None:
-    if args.data_parallel_size == 1 or batch <= args.data_parallel_size:
+    """How packs are dealt to data-parallel replicas by their cost for a drafter.
+
+    Args:
+        packing: the canonical order.
+        dflash: the drafter.
+        num_anchors: of a document.
+        start: items that were consumed before.
+        global_batch_size: packs of a step over all replicas, rounded down to a multiple of their
+            number, as ``--decrease-batch-size-if-needed`` does; Megatron refuses it otherwise.
+        num_replicas: data-parallel size.
+        period: packs of one evaluation.
+
+    Returns:
+        None where the canonical order stays: one replica, or one pack for each.
+    """
+    batch = global_batch_size // num_replicas * num_replicas
+    if num_replicas == 1 or batch <= num_replicas:
         return None
     return Dealing(
         packing,
-        pack_cost(dflash, args.num_anchors).of_documents(packing.lengths),
+        pack_cost(dflash, num_anchors).of_documents(packing.lengths),
         start=start,
         global_batch_size=batch,
-        num_replicas=args.data_parallel_size,
+        num_replicas=num_replicas,
         period=period,
     )
 

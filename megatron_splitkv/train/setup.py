@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_splitkv import compat
-from megatron_splitkv.config import ConfigError
+from megatron_splitkv.config import ConfigError, refuse_unknown_options
 from megatron_splitkv.cpu import enable_cpu_mode
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.config import DFlashConfig
@@ -84,7 +84,11 @@ def prepare_training() -> TrainingSetup:
 
     def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parsers.append(parser)
-        return add_arguments(parser)
+        add_arguments(parser)
+        # Megatron's usage, hundreds of lines, would hide the line that matters.
+        parser.usage = "%(prog)s [options], which --help lists"
+        refuse_unknown_options(parser, sys.argv[1:])
+        return parser
 
     args = compat.parse_args(complete_parser)
     enable_cpu_mode()

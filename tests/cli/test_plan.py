@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_splitkv.cli import main
+from megatron_splitkv.cli import build_parser, main
 from megatron_splitkv.cli.plan import _strategies, parse_windows
+from megatron_splitkv.cli.plan_workload import find_workload
 from megatron_splitkv.config import PLAN_STRATEGIES
 from megatron_splitkv.data.packing import PackedEpochs
 from megatron_splitkv.plan import ContextPlan
@@ -218,6 +219,44 @@ def test_a_store_is_packed_and_planned_as_in_training(store, tmp_path, capsys, m
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("options", ["", "--max-anchors-per-pack 9 --seed 3"], ids=str)
+def test_packs_are_those_of_a_launch_with_the_same_options(store, options):
+    """Two epochs and more, pack by pack: documents, anchors and the item that keys their draw."""
+    from megatron_splitkv.data.store import FeatureStore
+    from megatron_splitkv.train.packing_arguments import packed_epochs
+    from tests.train.launches import parse
+
+    shared = ["--seq-length", "96", "--num-anchors", "5", "--block-size", "4", *options.split()]
+    launch, opened = parse(shared), FeatureStore(store)
+    packing = packed_epochs(launch, opened.lengths)
+    items = packing.num_packs(0) + packing.num_packs(1) + 1
+    planned = build_parser().parse_args(
+        ["plan", "--feature-store", str(store), "--cp-size", "2", "--steps", str(items), *shared]
+    )
+    recipe = BlockRecipe(
+        num_anchors=launch.num_anchors,
+        block_size=launch.block_size,
+        mask_token_id=63,
+        plan_strategy="balanced",
+        chunks_per_rank=None,
+        seed=launch.seed,
+    )
+    dataset = PackDataset(opened, packing, recipe, num_items=items, cp_rank=0, cp_size=2)
+    batches = list(find_workload(planned))
+    assert len(batches) == items == (13 if options else 7)
+    for item, batch in enumerate(batches):
+        arrays = {name: tensor[None] for name, tensor in dataset[item].items()}
+        trained = ContextPlan.from_arrays(split_batch(arrays)[1]).layout.without_padding()
+        assert batch.cu_seqlens.tolist() == pack_bounds(opened, packing, item)
+        for name in ("anchor_positions", "document_starts", "block_keep_mask"):
+            ours, theirs = getattr(batch.layout, name), getattr(trained, name)
+            assert np.array_equal(ours, theirs), name
+
+
+def pack_bounds(store, packing, item):
+    return [0, *np.cumsum(store.lengths[packing.pack_documents(item)]).tolist()]
+
+
 def test_chunks_fit_a_stores_packs_as_in_training(store, capsys):
     arguments = ["plan", "--feature-store", str(store), "--seq-length", "96", "--cp-size", "2"]
     arguments += ["--strategies", "none,lpt", "--block-size", "4"]
@@ -236,6 +275,8 @@ def test_chunks_fit_a_stores_packs_as_in_training(store, capsys):
         ("--seq-length 1", "--seq-length 1 must be at least --cp-size 2"),
         ("--seq-length 100000000000000000000", "at most 67,108,864"),
         ("--seq-length 96 --block-size 1000000000", "more than 16,777,216 draft rows"),
+        ("--seq-length 96 --max-anchors-per-pack 0", "--max-anchors-per-pack 0 is too small"),
+        ("--seq-length 63", "document 1 has 64 tokens, more than --seq-length 63"),
     ],
 )
 def test_what_a_store_cannot_give(store, options, message, capsys):
@@ -281,6 +322,7 @@ def test_what_a_store_cannot_give(store, options, message, capsys):
         ("--draw plan.pdf", "plan.pdf: pictures are written as .png or .svg"),
         ("--draw no/such/folder/plan.png", "plan.png: its folder does not exist"),
         ("--seq-length 64", "--seq-length packs a feature store: give --feature-store too"),
+        ("--max-anchors-per-pack 9", "--max-anchors-per-pack packs a feature store: give"),
         ("--feature-store no/such", "no/such"),
         ("--source contiguous --documents 1281", "1281 rows, no multiple of 4 "),
     ],

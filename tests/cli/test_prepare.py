@@ -4,14 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_splitkv.cli import main
+from megatron_splitkv.cli import build_parser, main
+from megatron_splitkv.cli.prepare import _recipe
 from megatron_splitkv.cli.prepare_report import print_summary
+from megatron_splitkv.data.prepare_target import Outline
+from megatron_splitkv.data.recipe_folder import FolderRecipe
 from megatron_splitkv.data.recipe_smollm2 import SmolLM2Budget
 from megatron_splitkv.data.recipe_tiny import TinyBudget
 from megatron_splitkv.data.store import FeatureStore
@@ -19,6 +23,7 @@ from megatron_splitkv.data.target import load_target
 from megatron_splitkv.data.target_speech import respond
 from megatron_splitkv.data.target_states import document_states
 from megatron_splitkv.data.text import standard_library_text
+from tests.data.targets import random_target
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i} * {i * i}\n" for i in range(4000))
 
@@ -51,7 +56,7 @@ def test_tiny_leaves_a_whole_run(run_folder: Path) -> None:
         "train target",
         "load target",
         "answers",
-        "tokenise",
+        "samples",
         "features",
     }
 
@@ -98,6 +103,61 @@ def test_a_prepared_run_is_replaced_only_on_request(
     )
     assert main([*arguments, "--mask-token-id", "257", "--overwrite", "--dtype", "bfloat16"]) == 0
     assert FeatureStore(output / "train").meta.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("positions", "options", "length", "line"),
+    [
+        (None, "", 4096, None),  # rotary positions
+        (4096, "", 4096, None),
+        (1024, "", 1024, "--sequence-length is 1024: target {} reads at most 1024 tokens"),
+        (1024, "--sequence-length 512", 512, None),
+        (4100, "--regenerate --max-new-tokens 4", 4096, None),
+        (
+            4096,
+            "--regenerate --max-new-tokens 96",
+            4000,
+            "--sequence-length is 4000: target {} reads at most 4096 tokens, 96 of them for an "
+            "answer",
+        ),
+    ],
+)
+def test_the_default_length_fits_the_target_s_positions(
+    positions: int | None,
+    options: str,
+    length: int,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outline = Outline(4, 8, 100, (), None, positions)
+    monkeypatch.setattr(Outline, "read", lambda path: outline)
+    words = ["prepare", "--target", str(tmp_path), "--text", "x.jsonl", *options.split()]
+    said: list[str] = []
+    recipe = _recipe(build_parser().parse_args(words), said.append)
+    assert recipe.options()["sequence_length"] == length
+    assert said == ([] if line is None else [line.format(tmp_path)])
+
+
+def test_a_run_knows_the_length_that_was_chosen(
+    run_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever names that length means the same run."""
+    outline = replace(Outline.read(run_folder / "target"), num_positions=64)
+    monkeypatch.setattr(Outline, "read", lambda path: outline)
+    (tmp_path / "x.txt").write_text(TEXT[:100])
+    words = ["prepare", "--target", str(run_folder / "target"), "--output", str(tmp_path / "run")]
+    words += ["--text", str(tmp_path / "x.txt"), str(tmp_path / "x.txt"), "--tokens-only"]
+    assert main(words) == 0
+    assert capsys.readouterr().err.count("--sequence-length is 64: target") == 1
+    assert FeatureStore(tmp_path / "run" / "train").lengths.tolist() == [64]
+    assert main([*words, "--sequence-length", "64"]) == 0
+    assert "is prepared already: nothing to do" in capsys.readouterr().err
+    assert main([*words, "--sequence-length", "63"]) == 2
+    assert "(sequence_length: 64, here 63)" in capsys.readouterr().err
 
 
 def test_folder_recipe_reads_json_lines_and_counts_what_it_cut(
@@ -227,11 +287,16 @@ def test_verify_names_every_damaged_file(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prepare", "--verify", str(run_folder)]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    out = capsys.readouterr().out
+    assert out.count("whole") == 3
+    rest = "no checksums are recorded of prepare.json, prepare_job.json: not checked"
+    assert out.splitlines()[-1] == f"{run_folder}: {rest}"
     shutil.copytree(run_folder, tmp_path / "run")
     damaged = [
         tmp_path / "run" / "train" / "target_frozen.safetensors",
         tmp_path / "run" / "valid" / "shard-00000.safetensors",
+        tmp_path / "run" / "prompts.jsonl",
+        tmp_path / "run" / "target" / "model.safetensors",
     ]
     for path in damaged:
         content = bytearray(path.read_bytes())
@@ -244,6 +309,20 @@ def test_verify_names_every_damaged_file(
     assert main(["prepare", "--verify", str(tmp_path / "run" / "valid"), "--json"]) == 2
     (check,) = json.loads(capsys.readouterr().out).values()
     assert (check["files"], len(check["problems"])) == (1, 1)
+
+
+def test_a_run_of_before_has_no_checksums_beside_its_stores(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    summary = json.loads((run_folder / "prepare.json").read_text())
+    del summary["files"]
+    (tmp_path / "run" / "prepare.json").write_text(json.dumps(summary))
+    assert main(["prepare", "--verify", str(tmp_path / "run")]) == 0
+    *stores, rest = capsys.readouterr().out.splitlines()
+    assert len(stores) == 2
+    assert "no checksums are recorded of lengths.png, prepare.json, prepare_job.json" in rest
+    assert rest.endswith("prompts.jsonl, target: not checked")
 
 
 def test_verify_needs_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,3 +357,24 @@ def test_a_summary_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "prepared run[/b]" in shown
     assert "model[/b]" in shown
+
+
+def test_lengths_at_which_rope_changes_are_refused_before_the_text_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "models--a--b" / "snapshots" / "0a67"
+    random_target("phi3").save_pretrained(target)
+    (tmp_path / "text.txt").write_text("x = 1\n")
+    command = ["prepare", "--target", str(target), "--text", str(tmp_path / "text.txt")]
+    command += ["--output", str(tmp_path / "run"), "--batch-tokens", "100"]
+    for options, line in (
+        (["--sequence-length", "101"], "give --batch-tokens 101, or cut with --sequence-length"),
+        (["--regenerate", "--sequence-length", "60"], "give at most 64 in both together"),
+        # Of a sequence that fits, the tokenizer is asked next: there is none.
+        (["--sequence-length", "100"], "the tokenizer of"),
+        (["--sequence-length", "101", "--tokens-only"], "the tokenizer of"),
+    ):
+        assert main([*command, *options]) == 2
+        assert line in capsys.readouterr().err
+    recipe = FolderRecipe(target, [])
+    assert recipe.options()["target"] == "a/b@0a67"

@@ -43,6 +43,17 @@ JAMBA: dict[str, Any] = {
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
 
 
+def longrope_config() -> Any:
+    """A target whose RoPE changes above 64 tokens."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 5.0, 8.0]}
+    return transformers.Phi3Config(
+        **TEXT,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+    )
+
+
 def random_target(kind: str) -> Any:
     """A model in eval mode; `nested-*` have their text model inside a multimodal one."""
     t = transformers
@@ -57,6 +68,7 @@ def random_target(kind: str) -> Any:
             t.Mamba2Config(**TEXT, num_heads=8, expand=2, state_size=8, n_groups=1, chunk_size=8)
         ),
         "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**TEXT, **DELTA_RULE)),
+        "phi3": lambda: t.Phi3ForCausalLM(longrope_config()),
         "jamba": lambda: t.JambaForCausalLM(t.JambaConfig(**TEXT, **JAMBA)),
         "nested-gemma3": lambda: t.Gemma3ForConditionalGeneration(
             t.Gemma3Config(

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.chat import Encoded, encode_prompt, encode_sample, prompts_of
+from megatron_splitkv.data.chat import (
+    Encoded,
+    encode_prompt,
+    encode_sample,
+    encode_samples,
+    prompts_of,
+)
 from megatron_splitkv.data.corpus import supervised
 from megatron_splitkv.data.text import Conversation, RawSample
 from megatron_splitkv.data.tiny_target import byte_tokenizer
@@ -64,6 +70,26 @@ def pieces(encoded: Encoded) -> str:
         out += "{" * (carries and not inside) + "}" * (inside and not carries) + chr(token)
         inside = carries
     return out[:-1]
+
+
+def test_samples_go_to_the_tokenizer_together() -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    contents = [talk("q", "one", "r", "two"), "plain", talk("\xe9", "three"), "text"]
+    raws = [RawSample(f"line {i}", content) for i, content in enumerate(contents)]
+    alone = [encode_sample(tokenizer, raw, 30, vocab_size=258) for raw in raws]
+    calls: list[int] = []
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            calls.append(len(texts))
+            return super().__call__(texts, **options)
+
+    tokenizer.__class__ = Counting
+    together = encode_samples(tokenizer, raws, 30, vocab_size=258)
+    assert [pieces(one) for one in together] == [pieces(one) for one in alone]
+    assert [one.prompt_tokens for one in together] == [one.prompt_tokens for one in alone]
+    assert calls == [2, 5 + 3]
+    assert encode_samples(tokenizer, [], 30, vocab_size=258) == []
 
 
 def test_plain_text_is_supervised_everywhere() -> None:

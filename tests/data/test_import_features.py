@@ -237,10 +237,13 @@ def test_bfloat16_states_are_copied_bit_by_bit(tmp_path: Path, target: Path) -> 
             {"input_ids": lambda s: s + 250},
             r"data_1.ckpt has token \d+, outside the target's vocabulary of 258",
         ),
-        ({"input_ids": lambda s: s.clone().fill_(257)}, "mask token 257 occurs 19 times"),
+        (
+            {"input_ids": lambda s: s.flip(0)},
+            r"data_1.ckpt: layer plane 0 is \d+% away from the closest layer of the target",
+        ),
         (
             {"hidden_states": lambda s: s / torch.zeros(1, s.shape[1], 1)},
-            r"data_1.ckpt: the hidden states of token 0 are not finite",
+            r"data_1.ckpt: layer plane 0 is not finite",
         ),
     ],
 )
@@ -257,6 +260,16 @@ def test_samples_that_do_not_fit_are_named(
         imported(tmp_path / "run", target, SpecForgeData(tmp_path / "data"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run/train").exists()
+
+
+def test_mask_tokens_in_the_samples_are_counted(tmp_path: Path, target: Path) -> None:
+    model = load_target(target)
+    for number, (ids, mask) in zip(range(3), documents(), strict=False):
+        if number == 1:
+            ids = torch.full_like(ids, 257)
+        save_specforge(tmp_path / "data", number, specforge_sample(model, ids, mask, TAPS))
+    with pytest.raises(ConfigError, match="mask token 257 occurs 19 times"):
+        imported(tmp_path / "run", target, SpecForgeData(tmp_path / "data"))
 
 
 def test_final_states_that_the_files_lack_are_refused_at_once(tmp_path: Path, target: Path) -> None:

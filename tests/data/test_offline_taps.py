@@ -12,6 +12,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.offline_taps import (
     TappedStates,
     find_final_norm,
+    find_tapped_layers,
     find_tapped_states,
 )
 from megatron_splitkv.data.specforge import SpecForgeData
@@ -92,6 +93,21 @@ def test_rounding_and_one_huge_row_change_nothing(tmp_path: Path, model: Any) ->
 def test_a_single_token_is_enough(tmp_path: Path, model: Any) -> None:
     data = specforge(tmp_path, specforge_sample(model, IDS[:1], MASK[:1], (2, 3)))
     assert find_tapped_states(model, data, data.open(0)).target_layer_ids == (2, 3)
+
+
+def test_a_folder_that_was_prepared_twice_is_refused(tmp_path: Path, model: Any) -> None:
+    for number in range(40):
+        save_specforge(tmp_path, number, specforge_sample(model, IDS, MASK, (0, 2, 4)))
+    assert find_tapped_layers(model, SpecForgeData(tmp_path)) == TappedStates((0, 2, 4), None)
+    # The second preparation made what the first had not come to.
+    for number in range(37, 40):
+        save_specforge(tmp_path, number, specforge_sample(model, IDS, MASK, (0, 1, 4)))
+    with pytest.raises(
+        ConfigError,
+        match=r"data_39.ckpt holds target layers 0,1,4, data_0.ckpt target layers 0,2,4; import "
+        "data of one preparation at a time",
+    ):
+        find_tapped_layers(model, SpecForgeData(tmp_path))
 
 
 def test_another_target_is_refused(tmp_path: Path, model: Any) -> None:

@@ -1,5 +1,6 @@
 """Packs are a pure function of the item index, and a rank reads its own rows alone."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,12 @@ import torch
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.anchors import select_anchors
-from megatron_splitkv.data.packing import PackedEpochs, feature_reader, read_pack
+from megatron_splitkv.data.packing import (
+    PackedEpochs,
+    feature_reader,
+    final_hidden_reader,
+    read_pack,
+)
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.plan import build_plan
 from megatron_splitkv.testing.synthetic import make_synthetic_store
@@ -159,6 +165,52 @@ def test_the_kernel_moves_only_a_rank_s_bytes(tmp_path: Path) -> None:
     read(np.array([[100, 300], [3900, 4100], [7000, 7600]]))
     moved = bytes_read() - before
     assert 1000 * 512 <= moved < 1000 * 512 + 4096
+
+
+def test_calls_and_bytes_of_a_pack_of_short_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A positioned read for each document and tensor, and for each range; nothing else is read."""
+    lengths = np.random.default_rng(2).integers(2, 40, size=200)
+    store = make_synthetic_store(tmp_path / "s", lengths.tolist())
+    documents = np.random.default_rng(3).permutation(200)[:64]
+    preadv, asked = os.preadv, []
+
+    def counted(handle: int, buffers: list[memoryview], offset: int) -> int:
+        asked.append(sum(len(buffer) for buffer in buffers))
+        return preadv(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    pack = read_pack(store, documents)
+    tokens = int(lengths[documents].sum())
+    assert (len(asked), sum(asked)) == (64 + 64, tokens * (4 + 1))
+    assert store.bytes_read == 0  # of features
+    for ranges, calls, rows in (
+        ([[0, tokens]], 64, tokens),
+        ([[0, 1], [tokens - 1, tokens]], 2, 2),
+        ([[5, 5], [tokens, tokens]], 0, 0),
+    ):
+        asked.clear()
+        store.bytes_read = 0
+        feature_reader(store, pack)(np.array(ranges))
+        assert (len(asked), sum(asked), store.bytes_read) == (calls, rows * 64, rows * 64)
+
+
+def test_ranges_of_every_kind_are_read(tmp_path: Path) -> None:
+    """Against the whole pack: empty, on bounds of documents, over several, in any order."""
+    store = make_synthetic_store(tmp_path / "s", [7, 1, 5, 2, 1, 9], final_hidden=True)
+    pack = read_pack(store, np.array([3, 0, 5, 1, 2]))
+    total = int(pack.cu_seqlens[-1])
+    for reader, read_rows in (
+        (feature_reader(store, pack), store.read_features),
+        (final_hidden_reader(store, pack), store.read_final_hidden),
+    ):
+        whole = torch.cat([read_rows(int(i), 0, store.lengths[i]) for i in pack.document_ids])
+        generator = np.random.default_rng(4)
+        for count in (1, 2, 3, 40):
+            ranges = np.sort(generator.integers(0, total + 1, size=(count, 2)), axis=1)
+            expected = torch.cat([whole[start:stop] for start, stop in ranges.tolist()])
+            assert torch.equal(reader(ranges), expected)
 
 
 def test_rows_outside_the_pack_are_refused(tmp_path: Path) -> None:

@@ -3,17 +3,26 @@
 import errno
 import fcntl
 import os
+import pickle
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data import partial
 from megatron_splitkv.data.meta import StoreMeta, TargetInfo
-from megatron_splitkv.data.partial import open_partial, remove_dead_partials, write_aside
+from megatron_splitkv.data.partial import (
+    DiskFullError,
+    folder_written_aside,
+    full_disk_explained,
+    open_partial,
+    remove_dead_partials,
+    write_aside,
+)
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.store_writer import FeatureStoreWriter, StoreBuilder
 
@@ -128,7 +137,8 @@ def test_a_full_disk_loses_nothing_that_was_finished(
                 finished = sorted(f.name for f in path.glob("shard-*.safetensors"))
                 missing = sum(sizes[len(finished) :])
                 message = str(error)
-                assert message.startswith(f"no space left in {path} (No space left on device): 100")
+                assert message.startswith(f"no space left in {path}")
+                assert "(No space left on device): 100 bytes are free" in message
                 if missing:
                     assert f"{missing:,} are still to be written; free at least" in message
                     assert f"{missing - 100:,} bytes, then give the same command" in message
@@ -168,3 +178,54 @@ def test_other_errors_of_the_disk_stay_what_they_are(
     monkeypatch.setattr(os, "pwrite", _raise(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):
         _build(tmp_path / "s")
+
+
+def test_a_folder_written_aside_is_whole_or_absent(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "target.partial").mkdir(parents=True)
+    (tmp_path / "deep" / "target.partial" / "old").write_text("left by a kill")
+
+    def fill(error: BaseException | None) -> None:
+        with folder_written_aside(tmp_path / "deep" / "target") as aside:
+            (aside / "config").mkdir()
+            (aside / "config" / "new").write_text("new")
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(KeyboardInterrupt())
+    assert os.listdir(tmp_path / "deep") == []
+    fill(None)
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == [
+        "deep",
+        "target",
+        "config",
+        "new",
+    ]
+
+
+def test_the_outermost_says_what_to_do_then_and_the_error_what_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "nowhere" / "lengths.png"
+    error = OSError(errno.EDQUOT, "Disk quota exceeded", str(file))
+    with (
+        pytest.raises(DiskFullError) as found,
+        full_disk_explained(tmp_path, "go on"),
+        full_disk_explained(tmp_path, "begin anew"),
+    ):
+        raise error
+    line = str(found.value)
+    assert line.startswith(
+        f"no space left in {file.parent} for lengths.png (Disk quota exceeded): "
+    )
+    assert line.endswith(" bytes are free; free room, then go on")
+    assert str(pickle.loads(pickle.dumps(found.value))) == line
+
+
+def test_writers_in_rust_say_it_in_their_text(tmp_path: Path) -> None:
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with (
+        pytest.raises(DiskFullError, match=rf"no space left in {tmp_path} \(No space left on"),
+        full_disk_explained(tmp_path, "go on"),
+    ):
+        raise SafetensorError(text)
+    with pytest.raises(SafetensorError, match="13"), full_disk_explained(tmp_path, "go on"):
+        raise SafetensorError("Permission denied (os error 13)")

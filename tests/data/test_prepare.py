@@ -1,7 +1,9 @@
 """Preparation goes on where it stopped, in any number of processes, to the same bytes."""
 
+import errno
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,15 +18,18 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.answer_units import AnswerUnits
 from megatron_splitkv.data.chat import encode_sample
 from megatron_splitkv.data.feature_units import FeatureUnits
+from megatron_splitkv.data.held_out import hold_out
 from megatron_splitkv.data.prepare import PrepareOptions, prepare
 from megatron_splitkv.data.prepare_target import Outline, PrepareTarget
 from megatron_splitkv.data.recipe_folder import FolderRecipe
 from megatron_splitkv.data.regenerate import Regeneration
+from megatron_splitkv.data.sample_stores import write_sample_stores
 from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.target import load_target, load_tokenizer
 from megatron_splitkv.data.target_states import document_states
 from megatron_splitkv.data.text import read_samples
+from megatron_splitkv.data.text_units import TextUnits
 from megatron_splitkv.data.work import Worker
 
 SAMPLES = 40
@@ -260,6 +265,118 @@ def test_regenerated_answers_do_not_depend_on_where_it_was_stopped(
     assert checksums(output) == checksums(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_text_is_tokenised_in_units_to_the_bytes_of_one_pass(
+    target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setattr("megatron_splitkv.data.text_units._UNIT_BYTES", 600)
+    monkeypatch.setattr("megatron_splitkv.data.text_units._CALL_BYTES", 250)
+    options = PrepareOptions(mask_token_id=257, tokens_only=True, device="cpu")
+    output, write, done = tmp_path / "run", TextUnits.write, list[int]()
+
+    def process(rank: int) -> None:
+        recipe = FolderRecipe(target, [text], sequence_length=40)
+        prepare(recipe, output, options, worker=Worker(rank, processes))
+
+    def stopping(self: TextUnits, folder: Path, unit: int, progress: Any) -> None:
+        if unit == 2 * processes:
+            raise KeyboardInterrupt
+        write(self, folder, unit, progress)
+        done.append(unit)
+
+    monkeypatch.setattr(TextUnits, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        process(0)  # Alone: the others come later, and find the leader's work.
+    assert done == [0, processes]
+    assert len(list((output / "prepare_job" / "tokenise").iterdir())) == 2
+    monkeypatch.setattr(
+        TextUnits,
+        "write",
+        lambda self, folder, unit, progress: (
+            done.append(unit),
+            write(self, folder, unit, progress),
+        ),
+    )
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == list(range(len(done)))
+    assert len(done) > 2 * processes + 1
+
+    tokenizer, loaded = load_tokenizer(target), load_target(target)
+    encoded = (encode_sample(tokenizer, raw, 40, vocab_size=258) for raw in read_samples([text]))
+    expected = tmp_path / "expected"
+    expected.mkdir()
+    write_sample_stores(
+        expected / "stores",
+        expected / "prompts.jsonl",
+        FeatureStore(output / "train").meta.target,
+        hold_out(enumerate(encoded), tokenizer),
+        options.max_shard_bytes,
+        lambda: (
+            loaded.get_input_embeddings().weight.cpu(),
+            loaded.get_output_embeddings().weight.cpu(),
+        ),
+    )
+    for name in ("train", "valid"):
+        assert checksums(output / name) == checksums(expected / "stores" / name)
+    assert (output / "prompts.jsonl").read_bytes() == (expected / "prompts.jsonl").read_bytes()
+
+
+def test_a_flipped_bit_in_an_unfinished_run_does_not_get_a_checksum(
+    target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = interrupted_at(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(FolderRecipe(target, [text]), tmp_path, OPTIONS)
+    go_on()
+    (shard,) = (tmp_path / "prepare_job/samples/train").glob("shard-*")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"samples/train/shard-0+\.safetensors is corrupted"):
+        prepare(FolderRecipe(target, [text]), tmp_path, OPTIONS)
+
+
+def test_a_full_disk_keeps_the_tokenised_units(
+    target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_splitkv.data.text_units._UNIT_BYTES", 600)
+    options = PrepareOptions(mask_token_id=257, tokens_only=True, device="cpu")
+    write, said = TextUnits.write, list[str]()
+
+    def full(self: TextUnits, folder: Path, unit: int, progress: Any) -> None:
+        if unit == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, folder, unit, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextUnits, "write", full)
+        with pytest.raises(ConfigError, match="no space left in"):
+            prepare(FolderRecipe(target, [text]), tmp_path / "run", options)
+    recipe, stages = FolderRecipe(target, [text]), Stages(say=said.append)
+    assert prepare(recipe, tmp_path / "run", options, stages=stages) is not None
+    (line,) = said
+    assert line.startswith("tokenise: 2 of ")
+
+
+def test_weights_that_are_cut_short_are_found_before_all_work(
+    target: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    begun: list[str] = []
+    stages = Stages(watch=lambda name: begun.append(name) or (lambda done, total: None))
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        prepare(FolderRecipe(folder, [text]), tmp_path / "run", OPTIONS, stages=stages)
+    assert begun == []
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_cannot_be_trained_on_is_left_out_and_counted(
     target: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -368,3 +485,5 @@ def test_a_target_with_an_end_of_positions_reads_no_longer_text(
         FolderRecipe(tmp_path, [text], 65).check(OPTIONS)
     with pytest.raises(ConfigError, match=r"--sequence-length 48 \(and --max-new-tokens 16\)"):
         FolderRecipe(tmp_path, [text], 64, Regeneration(max_new_tokens=16)).check(OPTIONS)
+    with pytest.raises(ConfigError, match=r"leaves no room .* at most --max-new-tokens 32"):
+        FolderRecipe(tmp_path, [text], 2, Regeneration(max_new_tokens=63)).check(OPTIONS)

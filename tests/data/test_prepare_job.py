@@ -222,9 +222,10 @@ def test_a_refused_overwrite_leaves_the_earlier_run(tmp_path: Path) -> None:
     assert {path: (output / path).read_bytes() for path in files(output)} == before
     new = job(output, taps=(3,))
     with new.opened(inputs, overwrite=True):
-        assert "prepare_job/replaced/prepare.json" in files(output)
         new.once("samples", dict)
-        assert not any("replaced" in path for path in files(output))
+        assert "prepare_job/replaced/prepare.json" in files(output)
+        new.publish(dict)
+    assert files(output) == ["prepare.json", "prepare_job.json"]
 
 
 def test_a_command_that_began_meanwhile_is_seen(tmp_path: Path) -> None:
@@ -238,6 +239,44 @@ def test_a_command_that_began_meanwhile_is_seen(tmp_path: Path) -> None:
         job(tmp_path / "run").opened(while_another_runs),
     ):
         pytest.fail("let in")
+
+
+def test_a_place_that_cannot_be_a_run_folder_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for path, place in (
+        ("file", "file"),
+        ("file/deep/run", "file"),
+        ("dangling", "dangling"),
+        ("dangling/run", "dangling"),
+    ):
+        with (
+            pytest.raises(ConfigError, match=rf"{path} cannot be .*{place} is no folder; choose"),
+            job(tmp_path / path).opened(lambda: pytest.fail("too late")),
+        ):
+            pytest.fail("let in")
+    finish(tmp_path / "run")
+    monkeypatch.setattr(os, "access", lambda place, how: False)
+    with (
+        pytest.raises(ConfigError, match=f"{tmp_path} may not be written to; choose another"),
+        job(tmp_path / "new" / "run").opened(lambda: pytest.fail("too late")),
+    ):
+        pytest.fail("let in")
+    with job(tmp_path / "run").opened(inputs):
+        pass  # A finished run needs no writing.
+
+
+def test_a_record_without_its_parts_is_damaged(tmp_path: Path) -> None:
+    finish(tmp_path / "run")
+    for content in (b'{"options": []}', b"\xff", b"[]", b"{"):
+        (tmp_path / "run" / "prepare_job.json").write_bytes(content)
+        with (
+            pytest.raises(ConfigError, match=r"prepare_job.json is damaged .* --overwrite"),
+            job(tmp_path / "run").opened(inputs),
+        ):
+            pytest.fail("let in")
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "lengths.png"])

@@ -11,6 +11,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.prepare_target import (
     Outline,
     PrepareTarget,
+    check_weights,
     chosen_device,
     default_mask_token,
     small_files_checksum,
@@ -33,6 +34,29 @@ def test_taps_are_spread_over_deep_targets() -> None:
     outline = Outline(40, 8, 100, (), None)
     assert outline.taps(None) == (1, 10, 19, 28, 37)
     assert outline.taps(None, 2) == (1, 37)
+
+
+def test_weights_that_are_cut_short_are_named_without_loading(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    check_weights(folder)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    for size in (len(content) - 1, 100, 0):
+        file.write_bytes(content[:size])
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .*complete copy"):
+            check_weights(folder)
+    file.write_bytes(content)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": file.name, "b": "model-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks 1 of its 2 weight files, model-2\.safetensors"):
+        check_weights(folder)
+    for broken in ("{", "[]", '{"weight_map": []}'):
+        index.write_text(broken)
+        with pytest.raises(ConfigError, match=r"index\.json is damaged"):
+            check_weights(folder)
 
 
 def test_an_embedding_of_other_rows_is_refused(target_folder: Path, tmp_path: Path) -> None:

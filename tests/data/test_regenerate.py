@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_splitkv.data import regenerate
-from megatron_splitkv.data.answer_units import Answered
+from megatron_splitkv.data.document_units import Answered
 from megatron_splitkv.data.regenerate import Regeneration, Regenerator
 from megatron_splitkv.data.target import load_target, silent
 from megatron_splitkv.data.target_speech import respond

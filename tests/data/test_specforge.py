@@ -1,6 +1,8 @@
 """Reading SpecForge's feature files: layouts, order, rows on demand, and what is refused."""
 
+import errno
 import pickle
+import shutil
 import tempfile
 import zipfile
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from megatron_splitkv.config import ConfigError
+from megatron_splitkv.data.partial import DiskFullError
 from megatron_splitkv.data.specforge import SpecForgeData
 from tests.data.offline_files import save_specforge
 
@@ -139,6 +142,16 @@ def test_a_truncated_file_is_one_line(tmp_path: Path, packed: bool) -> None:
     with pytest.raises(ConfigError, match=r"data_0.ckpt\S* cannot be read") as caught:
         SpecForgeData(tmp_path).open(0)
     assert "\n" not in str(caught.value)
+
+
+def test_no_room_to_unpack_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_specforge(tmp_path, 0, sample(), packed=True)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(DiskFullError, match=f"no space left in {tempfile.gettempdir()} "):
+        SpecForgeData(tmp_path).open(0)
 
 
 def test_a_damaged_pickle_is_one_line(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def test_only_the_asked_rows_are_counted_and_bad_rows_refused(tmp_path: Path) ->
     for document in (-1, 1):
         with pytest.raises(IndexError):
             store.token_ids(document)
+        with pytest.raises(IndexError, match=rf"of document {document} .* with 1 documents"):
+            store.gather_loss_masks([0, document])
 
 
 def test_a_crash_at_any_rename_leaves_no_store(
@@ -168,6 +170,38 @@ def test_file_cut_while_open_is_an_error_not_garbage(tmp_path: Path) -> None:
     os.truncate(tmp_path / "s" / "shard-00000.safetensors", 1000)
     with pytest.raises(ConfigError, match="truncated"):
         store.read_features(0, 90, 100)
+
+
+def test_reads_that_come_in_pieces_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_synthetic_store(tmp_path / "s", [100])
+    whole, ids = store.read_features(0, 0, 100), store.token_ids(0)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda handle, b, at: preadv(handle, [b[0][:1001]], at))
+    assert torch.equal(store.read_features(0, 0, 100), whole)
+    np.testing.assert_array_equal(store.token_ids(0), ids)
+    os.truncate(tmp_path / "s" / "shard-00000.safetensors", 3000)
+    with pytest.raises(ConfigError, match=r"ends at byte 3000, expected \d{4,}: the shard"):
+        store.read_features(0, 0, 100)
+
+
+def test_more_shards_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = _documents([20] * 6)
+    _write(tmp_path / "s", documents)
+    monkeypatch.setattr("megatron_splitkv.data.store._MAX_OPEN_SHARDS", 2)
+    store = FeatureStore(tmp_path / "s")
+    assert len(list((tmp_path / "s").glob("shard-*"))) == 6
+    before = len(os.listdir("/proc/self/fd"))
+    order = [0, 5, 5, 1, 0, 4, 2, 3, 0]
+    found = store.gather_features(order, [1] * 9, [19] * 9)
+    assert torch.equal(found, torch.cat([documents[i][2][1:19] for i in order]))
+    assert store.gather_token_ids(order).tolist() == [
+        token for i in order for token in documents[i][0].tolist()
+    ]
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_store_moved_while_open_is_one_line(tmp_path: Path) -> None:

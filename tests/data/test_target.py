@@ -18,6 +18,7 @@ from megatron_splitkv.data.target import (
     load_target_config,
     load_tokenizer,
     target_checksum,
+    target_name,
 )
 from megatron_splitkv.data.target_speech import respond
 from megatron_splitkv.data.target_states import check_final_hidden, document_states
@@ -58,6 +59,7 @@ def test_the_configuration_is_read_without_weights(target_folder: Path, tmp_path
 
 
 def test_checksum_follows_the_weights(target_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((target_folder / "config.json").read_bytes())
     content = bytearray((target_folder / "model.safetensors").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(content)
     assert target_checksum(tmp_path) == target_checksum(target_folder)
@@ -66,6 +68,45 @@ def test_checksum_follows_the_weights(target_folder: Path, tmp_path: Path) -> No
     assert target_checksum(tmp_path) != target_checksum(target_folder)
     with pytest.raises(ConfigError, match="no weight files"):
         target_checksum(tmp_path / "nowhere")
+
+
+def test_checksum_follows_what_the_configuration_computes(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(target_folder / "model.safetensors")
+    config = json.loads((target_folder / "config.json").read_text())
+
+    def checksum(**changes: Any) -> str:
+        content = config | {"text_config": {"rms_norm_eps": 1e-6, "dtype": "float32"}} | changes
+        (tmp_path / "config.json").write_text(json.dumps(dict(reversed(content.items()))))
+        return target_checksum(tmp_path)
+
+    whole = checksum()
+    nested = {"dtype": "bfloat16", "rms_norm_eps": 1e-6, "use_cache": False}
+    saved_anew = {"transformers_version": "9", "dtype": "bfloat16", "_name_or_path": "/there"}
+    assert checksum(**saved_anew, text_config=nested) == whole
+    others = {
+        checksum(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        checksum(rms_norm_eps=0.5),
+        checksum(text_config=nested | {"rms_norm_eps": 1e-5}),
+    }
+    assert len(others | {whole}) == 4
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: Expecting"):
+        target_checksum(tmp_path)
+
+
+def test_a_folder_of_the_cache_is_named_by_its_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = tmp_path / "models--microsoft--Phi-3-mini" / "snapshots"
+    (snapshots / "0a67").mkdir(parents=True)
+    assert target_name(snapshots / "0a67") == "microsoft/Phi-3-mini@0a67"
+    monkeypatch.chdir(snapshots / "0a67")
+    assert target_name(".") == "microsoft/Phi-3-mini@0a67"
+    assert target_name("/models--gpt2/snapshots/f00") == "gpt2@f00"
+    assert target_name("models/Qwen3-8B") == "Qwen3-8B"
+    assert target_name("snapshots/0a67/") == "0a67"
 
 
 def test_a_nested_text_model_is_read_as_the_whole_reads_text(nested: Any) -> None:

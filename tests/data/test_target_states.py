@@ -130,6 +130,31 @@ def test_chunks_of_a_long_document_equal_the_whole(kind: str) -> None:
         torch.testing.assert_close(chunked, final, rtol=1e-5, atol=1e-5 * float(final.abs().max()))
 
 
+def test_rope_that_changes_with_the_length_is_each_document_s_own() -> None:
+    target, documents = random_target("phi3"), random_documents([131, 66, 65, 64, 63, 7])
+    # The first two passes would hold documents of both sides: 131 + 0, 66 + 65, then 64 + 63, ...
+    pieces = list(document_states(target, documents, (0, 2), batch_tokens=200))
+    assert [p.document for p in pieces] == [0, 1, 2, 3, 4, 5]
+    for piece in pieces:
+        with torch.no_grad():
+            ids = documents[piece.document][None]
+            hidden = target(ids, output_hidden_states=True, use_cache=False).hidden_states
+        expected = torch.cat([hidden[i + 1][0] for i in (0, 2)], dim=-1)
+        torch.testing.assert_close(piece.features, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_that_rope_would_read_otherwise_are_refused() -> None:
+    target, (document,) = random_target("phi3"), random_documents([131])
+    chunks = [p.features for p in document_states(target, [document[:64]], (0, 2), batch_tokens=17)]
+    assert [len(chunk) for chunk in chunks] == [17, 17, 17, 13]
+    torch.testing.assert_close(
+        torch.cat(chunks), _whole(target, document[:64])[0], rtol=1e-5, atol=1e-5
+    )
+    assert len(list(document_states(target, [document], (0, 2), batch_tokens=131))) == 1
+    with pytest.raises(ConfigError, match="give --batch-tokens 131, or cut with --sequence-length"):
+        next(document_states(target, [document], (0, 2), batch_tokens=17))
+
+
 def test_the_target_s_own_attention_is_back_afterwards() -> None:
     target, (document,) = random_target("llama"), random_documents([40])
     pieces = document_states(target, [document], (0, 2), batch_tokens=16)

@@ -9,7 +9,7 @@ import pytest
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.data.store_index import StoreFile
-from megatron_splitkv.data.verify import verify_store
+from megatron_splitkv.data.verify import recorded_files, verify_run_files, verify_store
 from megatron_splitkv.testing.synthetic import make_synthetic_store
 
 LENGTHS = [600, 600, 600, 600]
@@ -92,3 +92,47 @@ def test_a_file_that_the_disk_no_longer_gives_is_damage(
     monkeypatch.setattr("megatron_splitkv.data.store_index.file_sha256", broken)
     assert "index.json cannot be read: Input/output error" in str(file.problem(full=True))
     assert len(verify_store(folder).problems) == 5
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What lies in a finished run beside its stores, and something that is not its own."""
+    (tmp_path / "target" / "deep").mkdir(parents=True)
+    for name in ("prompts.jsonl", "target/weights", "target/deep/words", "notes.txt"):
+        (tmp_path / name).write_text(f"content of {name}")
+    (tmp_path / "train").mkdir()
+    files = recorded_files(tmp_path, ("prompts.jsonl", "lengths.png", "target"))
+    summary = {"files": files, "target_folder": "target"}
+    (tmp_path / "prepare.json").write_text(json.dumps(summary))
+    return tmp_path
+
+
+def test_every_flipped_bit_beside_the_stores_is_named(run: Path) -> None:
+    check = verify_run_files(run, ("train", "valid"))
+    assert (check.num_files, check.num_bytes, check.problems) == (3, 24 + 25 + 28, ())
+    assert check.not_checked == ("notes.txt", "prepare.json")
+    for name in ("prompts.jsonl", "target/weights", "target/deep/words"):
+        for place in (0, 12, -1):
+            _flip(run / name, place)
+            (problem,) = verify_run_files(run, ("train",)).problems
+            assert problem.startswith(f"{run / name} is corrupted: checksum sha256 ")
+            _flip(run / name, place)
+    (run / "target" / "weights").unlink()
+    os.truncate(run / "prompts.jsonl", 5)
+    cut, gone = verify_run_files(run, ("train",)).problems
+    assert cut.startswith(f"{run / 'prompts.jsonl'} has 5 bytes, expected 24")
+    assert gone == f"{run / 'target/weights'} is missing; prepare it again with --overwrite"
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]", b'{"files": [1]}', b'{"files": {"a": {}}}'])
+def test_a_damaged_summary_is_the_problem(run: Path, content: bytes) -> None:
+    (run / "prepare.json").write_bytes(content)
+    (problem,) = verify_run_files(run, ("train",)).problems
+    assert problem.startswith(f"{run / 'prepare.json'} is ")
+
+
+def test_what_is_not_recorded_is_not_checked(run: Path) -> None:
+    (run / "prepare.json").write_text('{"target_folder": "../model"}')
+    check = verify_run_files(run, ("train",))
+    assert (check.num_files, check.problems) == (0, ())
+    assert check.not_checked == ("../model", "notes.txt", "prepare.json", "prompts.jsonl", "target")

@@ -1,12 +1,15 @@
 """The pool itself: results in rank order, failures with their rank, hangs ended, new life after."""
 
+import os
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.testing import gloo_pool, subgroup
+from megatron_splitkv.testing import close_gloo_pools, gloo_pool, subgroup
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, torch.Tensor, int]:
@@ -56,3 +59,19 @@ def test_hang_is_ended_and_fails() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] did not answer within 0\.5 s"):
         gloo_pool(2).run(_sleep, 60.0, timeout=0.5)
     assert len(gloo_pool(2).run(_sum_of_ranks, 0)) == 2
+
+
+def _what_is_imported() -> tuple[int, bool]:
+    return os.getpid(), "megatron.core" in sys.modules
+
+
+def test_ranks_are_born_with_megatron() -> None:
+    assert all(imported for _, imported in gloo_pool(2).run(_what_is_imported))
+
+
+def test_closed_pools_start_again() -> None:
+    (before, _), _ = gloo_pool(2).run(_what_is_imported)
+    close_gloo_pools()
+    assert not psutil.pid_exists(before)
+    (after, _), _ = gloo_pool(2).run(_what_is_imported)
+    assert after != before

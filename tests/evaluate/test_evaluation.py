@@ -246,6 +246,34 @@ def test_command_goes_on_after_a_kill(
     assert not list(output.parent.glob("*.unfinished"))
 
 
+def test_a_report_is_replaced_on_request_only(
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "report.json"
+    command = [*folders, "--limit", "1", "--output", str(output)]
+    output.write_text("precious")
+    assert main(command) == 2
+    assert capsys.readouterr().err == (
+        f"splitkv evaluate: --output {output} exists already; name another file, or add "
+        "--overwrite to replace it\n"
+    )
+    assert output.read_text() == "precious"
+    assert [file.name for file in tmp_path.glob("report*")] == ["report.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_splitkv.evaluate.write_report", None)  # dies at the end
+        with pytest.raises(TypeError):
+            main([*command, "--overwrite"])
+    assert output.read_text() == "precious"
+    assert main(command) == 0  # goes on with what was asked for
+    assert json.loads(output.read_text())["resumed_prompts"] == 1
+    assert main(command) == 2
+    assert main([*command, "--overwrite"]) == 0
+    assert json.loads(output.read_text())["resumed_prompts"] == 0
+
+
 def test_command_prints_json(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*folders, "--json", "--limit", "2"]) == 0
     values = json.loads(capsys.readouterr().out)

@@ -13,6 +13,7 @@ from megatron_splitkv.config import ConfigError
 from megatron_splitkv.data.meta import StoreMeta
 from megatron_splitkv.data.target import load_target
 from megatron_splitkv.online.hf_target import HFTarget
+from tests.data.targets import random_target
 from tests.drafter.harness import TINY
 from tests.online.tiny import info, random_documents, save_target
 
@@ -132,6 +133,21 @@ def test_long_documents_of_a_target_that_cannot_read_chunks_are_refused_before_t
     HFTarget(model, meta, cp_size=1, final_hidden=False, longest=4096)
     with pytest.raises(ConfigError, match="the longest has 4097 tokens, more than one pass of 4"):
         HFTarget(model, meta, cp_size=1, final_hidden=False, longest=4097)
+
+
+def test_documents_that_rope_does_not_let_it_read_are_refused(meta: StoreMeta) -> None:
+    target = random_target("phi3")
+    HFTarget(target, meta, cp_size=1, final_hidden=False, longest=4096)
+    with pytest.raises(ConfigError) as error:
+        HFTarget(target, meta, cp_size=1, final_hidden=False, longest=4097)
+    assert str(error.value) == (
+        "the target's RoPE (longrope) does not let it read a document of more than 4096 tokens in "
+        "chunks, and the longest has 4097; train from a feature store prepared with --batch-tokens "
+        "4097, or cut with `splitkv prepare --sequence-length 4096`"
+    )
+    target.config.rope_parameters["rope_type"] = "dynamic"
+    with pytest.raises(ConfigError, match="depends on what it read before"):
+        HFTarget(target, meta, cp_size=1, final_hidden=False, longest=1)
 
 
 def test_layers_that_the_target_has_not_are_refused(model: Any, meta: StoreMeta) -> None:

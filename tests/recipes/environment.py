@@ -28,7 +28,7 @@ needs_nemo_run = pytest.mark.skipif(
 
 
 def run_python(
-    *argv: str, environment: Mapping[str, str] | None = None, timeout: float = 240.0
+    *argv: str, environment: Mapping[str, str] | None = None, timeout: float = 500.0
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python in the repository; Bridge and its stand-ins stay out of the test process.
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_splitkv.config import ConfigError
@@ -25,6 +26,36 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "heads": (["model.transformer.num_query_groups=3"], "4 attention heads cannot share 3"),
     "norm": (["model.transformer.normalization=LayerNorm"], "normalization is 'LayerNorm'"),
     "format": (["checkpoint.ckpt_format=fsdp_dtensor"], "checkpoint.ckpt_format 'fsdp_dtensor'"),
+    "frozen": (
+        ["dataset.feature_store={folder}/damaged", "dataset.verify_feature_store=size"],
+        "target_frozen.safetensors is corrupted",
+    ),
+    "field": (["dataset.online_targt=x"], "the recipe cannot be changed so: "),
+    "backend": (
+        ["dataset.online_target={folder}/target", "dataset.online_target_backend=jax"],
+        "dataset.online_target_backend 'jax' is not known; choose one of: hf, megatron",
+    ),
+    "backend alone": (
+        ["dataset.online_target_backend=hf"],
+        "dataset.online_target_backend is for a target in the job: add dataset.online_target",
+    ),
+    "no target": (["dataset.online_target=/nowhere"], "dataset.online_target /nowhere: there is"),
+    "other target": (
+        ["dataset.online_target={folder}/target"],
+        "is another target (checksum ",
+    ),
+    "tokens alone": (
+        ["dataset.feature_store={folder}/tokens-train"],
+        "tokens-train is a token store, it holds no features",
+    ),
+    "tokens to validate": (
+        ["dataset.valid_feature_store={folder}/tokens-valid"],
+        "tokens-valid is a token store, it holds no features",
+    ),
+    "evaluation": (
+        ["dist.eval_context_parallel_size=2"],
+        "dist.eval_context_parallel_size 2 is not supported",
+    ),
     "by Bridge": (["scheduler.lr_warmup_iters=3"], "Megatron-Bridge refuses the configuration"),
 }
 
@@ -93,3 +124,45 @@ def test_bad_configurations_are_refused_before_anything_starts(
     assert error.startswith("ConfigError: ")
     assert REFUSED[name][1] in error
     assert "\n" not in error
+
+
+@needs_bridge
+def test_nothing_is_checked_by_a_collective(found: dict[str, Any]) -> None:
+    assert found["groups"] is False
+
+
+@needs_bridge
+def test_a_target_in_the_job_is_opened_for_the_drafters_own_layers(found: dict[str, Any]) -> None:
+    online = found["online"]
+    assert online["fields"] == ["T", "megatron"]
+    assert online["unknown argument"].startswith("TypeError: ")
+    assert online["backend"] == "hf"
+    assert online["features"] == [7, 3 * 32]  # not the two layers of the other stores
+    assert online["final_hidden"] is None
+    assert online["online"] == [True, True]
+    assert online["with features"] is None
+
+
+@needs_bridge
+def test_packs_are_dealt_to_replicas_from_where_a_run_goes_on(found: dict[str, Any]) -> None:
+    dealt = found["dealt"]
+    costs = np.array(dealt["costs"])
+    replicas = np.array(dealt["replicas"]).reshape(2, 3, 4)
+    canonical = np.arange(4, 28).reshape(3, 4, 2).transpose(2, 0, 1)
+    for step in range(3):  # the packs of a step are those that it would have seen
+        assert sorted(replicas[:, step].reshape(-1)) == sorted(canonical[:, step].reshape(-1))
+    busiest, before = (costs[items].sum(-1).max(0) for items in (replicas, canonical))
+    assert (busiest <= before).all()
+    assert busiest.sum() < 0.95 * before.sum()
+    assert dealt["varying"] is False  # a batch that grows
+    # As Bridge's sampler of held-out packs begins; 8 packs an evaluation.
+    assert dealt["valid, skip_train false"] == [6, 8]
+    assert dealt["valid, skip_train true"] == [0, 8]
+
+
+@needs_bridge
+def test_a_script_that_does_not_tell_where_a_run_goes_on_is_refused(found: dict[str, Any]) -> None:
+    assert found["dealt"]["not told"] == (
+        "ConfigError: packs cannot be dealt to 2 data-parallel replicas: nobody said where the run "
+        "goes on; call Bridge's pretrain(config, BridgeForwardStep(), callbacks=[DealPacks()])"
+    )

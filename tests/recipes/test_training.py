@@ -90,6 +90,27 @@ def test_both_training_loops_make_the_same_drafter(trained: Trained, tmp_path: P
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_replicas_get_the_packs_that_megatrons_own_loop_deals_them(
+    trained: Trained, tmp_path: Path
+) -> None:
+    """Four packs a step for two replicas: bit for bit, and other sums if they were not dealt."""
+    run = [
+        *("qwen3-8b", *trained.overrides, "model.transformer.context_parallel_size=1"),
+        *("train.global_batch_size=4", f"checkpoint.save={tmp_path / 'bridge'}"),
+    ]
+    run_job(2, run, program=BRIDGE).check()
+    arguments = [
+        *TINY_DRAFTER,
+        *("--train-iters", str(STEPS), "--global-batch-size", "4"),
+        *("--feature-store", str(trained.folder / "train"), "--save", str(tmp_path / "megatron")),
+    ]
+    run_job(2, arguments).check()
+    ours = _weights(tmp_path / "bridge", tmp_path / "ours")
+    theirs = _weights(tmp_path / "megatron", tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_a_run_resumes_on_another_layout(trained: Trained, tmp_path: Path) -> None:
     run = [
         *("qwen3-8b", *trained.overrides, "model.transformer.context_parallel_size=1"),

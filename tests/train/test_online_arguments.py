@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,20 @@ from megatron.core import parallel_state
 
 from megatron_splitkv.config import ConfigError
 from megatron_splitkv.cpu import cpu_mode
+from megatron_splitkv.data import target as target_module
 from megatron_splitkv.data.frozen import FROZEN_FILE
 from megatron_splitkv.data.packing import Pack
+from megatron_splitkv.data.store import FeatureStore
 from megatron_splitkv.drafter.config import DRAFTER_CONFIG_FILE, DFlashConfig
 from megatron_splitkv.export import write_drafter
 from megatron_splitkv.online.hf_target import HFTarget
+from megatron_splitkv.testing import gloo_pool
 from megatron_splitkv.train.dataset import split_batch
+from megatron_splitkv.train.online_arguments import (
+    check_online_choice,
+    meta_of_target,
+    open_target,
+)
 from megatron_splitkv.train.providers import DatasetsProvider
 from megatron_splitkv.train.setup import TrainingSetup, prepare_training
 from tests.drafter.harness import TINY
@@ -156,7 +165,7 @@ def test_bad_targets_are_one_line_and_leave_nothing(
     empty.mkdir()
     for target, argv, message in (
         (tmp_path / "nowhere", (), "--online-target .*nowhere: there is no such folder"),
-        (empty, (), "has no weight files"),
+        (empty, (), r"is not a Hugging Face folder: it has no config\.json"),
         (folders["other"], (), "other is another target .* than the feature store's .'tiny'"),
         (folders["target"], ("--target-layer-ids", "1,4"), "target layer 4 does not exist"),
         (folders["target"], ("--target-layer-ids", "2,1"), "must ascend without repetition"),
@@ -170,6 +179,48 @@ def test_bad_targets_are_one_line_and_leave_nothing(
             _prepare(monkeypatch, folders["tokens"], target, *argv, *save)
         assert "\n" not in str(error.value)
         assert not (tmp_path / "checkpoints").exists()
+
+
+def _opened(target: Path, store: Path, backend: str) -> tuple[int, str]:
+    """How often a rank hashed the target's weights, and what it said against it."""
+    features = FeatureStore(store)
+    hashed = mock.Mock(wraps=target_module.file_sha256)
+    with cpu_mode(), mock.patch.object(target_module, "file_sha256", hashed):
+        try:
+            open_target(
+                target,
+                backend,
+                meta_of_target(features.meta, TINY.target_layer_ids, bf16=False),
+                [features],
+                final_hidden=False,
+                tp_size=1,
+                cp_size=1,
+                transformer_impl="local",
+                gpu=0,
+            )
+        except ConfigError as error:
+            return hashed.call_count, str(error)
+    return hashed.call_count, ""
+
+
+def test_one_rank_hashes_the_target_and_all_refuse_another(folders: dict[str, Path]) -> None:
+    for target, backend in (("target", "hf"), ("other", "hf"), ("other", "megatron")):
+        ranks = gloo_pool(2).run(_opened, folders[target], folders["tokens"], backend)
+        assert sum(hashed for hashed, _ in ranks) == 1
+        assert ranks[0][1] == ranks[1][1]
+        assert ("is another target" in ranks[0][1]) == (target == "other")
+
+
+def test_documents_that_rope_forbids_are_refused_before_the_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["target"], tmp_path / "dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="'dynamic' depends on what it read before"):
+        _prepare(monkeypatch, folders["tokens"], folder)
 
 
 def test_a_target_without_transformers_is_one_line(
@@ -203,3 +254,16 @@ def test_checkpoints_with_other_layers_are_refused(
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(ConfigError, match="target_layer_ids"):
         _prepare(monkeypatch, folders["tokens"], folders["target"], *argv, "1,2")
+
+
+def test_a_launcher_with_names_of_its_own_sees_them() -> None:
+    names = ("dataset.target", "dataset.backend")
+    assert check_online_choice("folder", None, *names) == "hf"
+    assert check_online_choice("folder", "megatron", *names) == "megatron"
+    assert check_online_choice(None, None, *names) is None
+    for folder, backend, message in (
+        (None, "hf", r"dataset\.backend is for a target in the job: add dataset\.target FOLDER"),
+        ("folder", "jax", r"dataset\.backend 'jax' is not known; choose one of: hf, megatron"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_online_choice(folder, backend, *names)
