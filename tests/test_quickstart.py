@@ -18,7 +18,7 @@ def test_the_quick_start_leaves_what_it_promises(tmp_path: Path) -> None:
     command += ["--output", str(output)]
     env = os.environ | {"COLUMNS": "200"}
     run = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=380, check=False
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert "equal the target's plain greedy decoding token for token" in run.stdout

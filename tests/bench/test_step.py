@@ -158,7 +158,7 @@ def test_under_torchrun_one_rank_speaks_and_time_passes(tmp_path: Path) -> None:
         [sys.executable, *command.split(), *arguments.split(), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     (point,) = json.loads(ran.stdout)["points"]

@@ -32,7 +32,7 @@ def run_job(
     argv: Sequence[str],
     *,
     program: Sequence[str] = DRAFTER,
-    timeout: float = 400.0,
+    timeout: float = 600.0,
 ) -> Job:
     """Run a training script under torchrun; a hang fails the test.
 

@@ -144,7 +144,7 @@ def test_two_nodes_on_the_loopback_interface() -> None:
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     iterations = [f"iteration        {i}/" for i in (1, 2, 3, 4)]

@@ -10,7 +10,6 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "kill_prepare.py"
 
 
 @pytest.mark.job
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "options", [["--processes", "1"], ["--processes", "2", "--regenerate"]], ids=["one", "two"]
 )
