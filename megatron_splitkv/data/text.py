@@ -129,8 +129,8 @@ def read_samples(paths: Sequence[str | Path]) -> Iterator[RawSample]:
         The samples.
 
     Raises:
-        ConfigError: a file that cannot be read, a broken line (named by its number), or no sample
-            in any file.
+        ConfigError: a file that cannot be read, one named ``*.json``, a broken line (named by its
+            number), or no sample in any file.
     """
     files = [Path(path) for path in paths]
     for path in files:
@@ -138,6 +138,11 @@ def read_samples(paths: Sequence[str | Path]) -> Iterator[RawSample]:
             path.open("rb").close()
         except OSError as error:
             raise ConfigError(f"text file {path} cannot be read: {error.strerror}") from error
+        if path.suffix.lower() == ".json":
+            raise ConfigError(
+                f"text file {path} is one JSON text, which would be read as plain text; write a "
+                "sample a line to a file named *.jsonl"
+            )
     return (placed.sample for placed in read_from(files))
 
 

@@ -154,6 +154,9 @@ def test_unreadable_or_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_samples([tmp_path / "binary.txt"]))
+    (tmp_path / "chats.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"chats\.json is one JSON text, .* named \*\.jsonl"):
+        read_samples([tmp_path / "chats.json"])
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "empty.jsonl").write_text(" \n\n")
     with pytest.raises(ConfigError, match=r"no text in .*empty\.txt, .*empty\.jsonl"):
