@@ -476,14 +476,14 @@ def test_an_answered_prompt_outside_the_vocabulary_leaves_nothing(
 
 
 def test_a_target_with_an_end_of_positions_reads_no_longer_text(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outline = Outline(4, 8, 100, (), None, num_positions=64)
     monkeypatch.setattr(Outline, "read", lambda path: outline)
-    FolderRecipe(tmp_path, [text], 64).check(replace(OPTIONS, mask_token_id=None))
+    FolderRecipe(target, [text], 64).check(replace(OPTIONS, mask_token_id=None))
     with pytest.raises(ConfigError, match=r"at most 64 tokens; give --sequence-length 64 or less"):
-        FolderRecipe(tmp_path, [text], 65).check(OPTIONS)
+        FolderRecipe(target, [text], 65).check(OPTIONS)
     with pytest.raises(ConfigError, match=r"--sequence-length 48 \(and --max-new-tokens 16\)"):
-        FolderRecipe(tmp_path, [text], 64, Regeneration(max_new_tokens=16)).check(OPTIONS)
+        FolderRecipe(target, [text], 64, Regeneration(max_new_tokens=16)).check(OPTIONS)
     with pytest.raises(ConfigError, match=r"leaves no room .* at most --max-new-tokens 32"):
-        FolderRecipe(tmp_path, [text], 2, Regeneration(max_new_tokens=63)).check(OPTIONS)
+        FolderRecipe(target, [text], 2, Regeneration(max_new_tokens=63)).check(OPTIONS)
