@@ -40,7 +40,10 @@ def once_a_node(check: Callable[[], None]) -> None:
         check()
         return
     store, rank, size = job
-    store = dist.PrefixStore(f"megatron_splitkv/check {next(_CHECKS)}", store)
+    # A launcher that starts ranks anew keeps its store: what an earlier attempt said is not ours.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"megatron_splitkv/attempt {attempt}/check {next(_CHECKS)}"
+    store = dist.PrefixStore(name, store)
     if store.add(f"begun on {socket.gethostname()}", 1) == 1:
         try:
             check()

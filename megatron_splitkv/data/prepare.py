@@ -41,6 +41,9 @@ from megatron_splitkv.data.target import Progress
 from megatron_splitkv.data.verify import RECORDED, recorded_files
 from megatron_splitkv.data.work import SharedProgress, Worker, run_units
 
+# Of what an unfinished job holds; raised when another release could not go on with it.
+_JOB_FORMAT = 2
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -149,7 +152,7 @@ def prepare(
     recipe.check(options)
     device = chosen_device(options.device, worker.local_rank)
     kind = device.partition(":")[0]
-    asked = recipe.options() | asdict(options) | {"device": kind}
+    asked = recipe.options() | asdict(options) | {"device": kind, "format": _JOB_FORMAT}
     job = PrepareJob(output, asked, worker, makes_target=recipe.target is None)
     with job.opened(lambda: recipe.inputs(stages), overwrite):
         if worker.leads and job.finished:

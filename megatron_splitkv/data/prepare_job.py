@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +188,10 @@ class PrepareJob:
                     yield
             except (ConfigError, OSError) as error:
                 if not self._stays(error):
-                    self._replaced.bring_back()
-                    _remove_empty(made)
+                    # Others may still be writing there; what is left, the next start tidies up.
+                    with suppress(OSError):
+                        self._replaced.bring_back()
+                        _remove_empty(made)
                 raise
 
     def _stays(self, error: Exception) -> bool:

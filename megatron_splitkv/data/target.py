@@ -27,11 +27,9 @@ _NO_COMPUTATION = {
     "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
-    "dtype",
     "output_attentions",
     "output_hidden_states",
     "return_dict",
-    "torch_dtype",
     "transformers_version",
     "use_cache",
 }

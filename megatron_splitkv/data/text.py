@@ -1,5 +1,6 @@
 """Real text: the Python standard library on this machine, and files that a user names."""
 
+import codecs
 import json
 import re
 import sysconfig
@@ -169,7 +170,7 @@ def read_from(paths: Sequence[Path], start: Place = Place()) -> Iterator[PlacedS
 def _read_text(path: Path, place: Place) -> Iterator[PlacedSample]:
     content = path.read_bytes()
     try:
-        text = content.decode(_ENCODING)
+        text = content.decode(_ENCODING).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"text file {path} cannot be read: {error}") from error
     if text.strip():
@@ -182,7 +183,7 @@ def _read_lines(path: Path, place: Place) -> Iterator[PlacedSample]:
     with path.open("rb") as lines:
         lines.seek(byte)
         for number, line in enumerate(lines, start=place.line):
-            if not line.isspace():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 origin = f"{path} line {number}"
                 sample = RawSample(origin, _parse_line(origin, line))
                 yield PlacedSample(Place(place.file, byte, number), len(line), sample)

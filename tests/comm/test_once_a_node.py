@@ -45,6 +45,21 @@ def _on_nodes(folder: Path, fault: Exception | None) -> str:
         return _checked(folder, fault if rank == "1" else None)
 
 
+def _in_attempt(attempt: int, folder: Path, fault: Exception | None) -> str:
+    """The first check of a process that a launcher started, with the store of those before."""
+    with (
+        mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(attempt)),
+        mock.patch.object(module, "_CHECKS", iter([1000])),
+    ):
+        return _checked(folder, fault)
+
+
+def test_ranks_that_are_started_again_check_again(tmp_path: Path) -> None:
+    fault = ConfigError("no answer")
+    assert gloo_pool(2).run(_in_attempt, 0, tmp_path, fault) == ["no answer"] * 2
+    assert gloo_pool(2).run(_in_attempt, 1, tmp_path, None) == ["", ""]
+
+
 def test_one_process_checks_for_all(tmp_path: Path) -> None:
     assert gloo_pool(2).run(_checked, tmp_path) == ["", ""]
     assert len(list(tmp_path.iterdir())) == 1

@@ -144,6 +144,13 @@ def test_json_lines_are_read_one_at_a_time(tmp_path: Path) -> None:
     assert peak < 500_000
 
 
+def test_line_ends_of_other_systems_are_newlines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"plain\r\ntext\rend")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"text": "line"}\r\n')
+    samples = list(read_samples([tmp_path / "a.txt", tmp_path / "b.jsonl"]))
+    assert [sample.content for sample in samples] == ["plain\ntext\nend", "line"]
+
+
 def test_unreadable_or_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "fine.txt").write_text("a")
     # Before the first sample is read, not after hours.
