@@ -107,6 +107,11 @@ def encode_sample(
     return encode_samples(tokenizer, [raw], sequence_length, vocab_size=vocab_size)[0]
 
 
+def text_prompt(num_tokens: int) -> int:
+    """Tokens of a plain text that stand for its prompt: the first 32, or half of a shorter one."""
+    return min(_TEXT_PROMPT, num_tokens // 2)
+
+
 def _pieces(tokenizer: Any, raw: RawSample) -> list[str]:
     """What is encoded apart: a plain text, or a conversation's contexts and responses in turn."""
     if isinstance(raw.content, str):
@@ -122,7 +127,7 @@ def _encoded(
     """The document of a sample whose pieces are tokenised."""
     if isinstance(raw.content, str):
         whole = supervised(pieces[0], 0)
-        starts, rewritten = [min(_TEXT_PROMPT, whole.token_ids.numel() // 2)], 0
+        starts, rewritten = [text_prompt(whole.token_ids.numel())], 0
     else:
         whole, starts = _supervise(pieces)
         said = sum(message["role"] == "assistant" for message in raw.content.messages)

@@ -1,18 +1,19 @@
 """`prepare --from-specforge FOLDER` and `--from-speculators FOLDER`: states that are there already.
 
-The target reads a few tokens of one sample, which tells what the files hold, and gives its
+The target reads a few tokens of some samples, which tells what the files hold, and gives its
 embedding and head; all other hidden states are copied. Documents are imported whole.
 """
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from megatron_splitkv.config import ConfigError
-from megatron_splitkv.data.chat import Encoded
+from megatron_splitkv.data.chat import Encoded, text_prompt
 from megatron_splitkv.data.corpus import Sample
 from megatron_splitkv.data.document_units import Answered
 from megatron_splitkv.data.held_out import held_out, hold_out
@@ -38,8 +39,6 @@ from megatron_splitkv.data.stages import Stages
 from megatron_splitkv.data.target import Progress, target_checksum, target_name
 from megatron_splitkv.data.target_states import check_final_hidden
 
-_TEXT_PROMPT = 32
-
 
 @dataclass
 class ImportRecipe:
@@ -56,6 +55,10 @@ class ImportRecipe:
     target: Path
     data: OfflineData
     _final_normed: bool | None = field(default=None, init=False)
+
+    @cached_property
+    def _checksum(self) -> str:
+        return target_checksum(self.target)
 
     @property
     def dtype(self) -> str:
@@ -95,7 +98,7 @@ class ImportRecipe:
             progress(1, 2)
             inputs = {
                 "data files": digest.hexdigest(),
-                "target weights": target_checksum(self.target),
+                "target weights": self._checksum,
                 "target's other files": small_files_checksum(self.target),
             }
             progress(2, 2)
@@ -109,8 +112,7 @@ class ImportRecipe:
         """By the target's small files and the checksum of its weights."""
         if mask_token_id is None:
             mask_token_id = default_mask_token(target.tokenizer, target.outline.vocab_size)
-        name, checksum = target_name(self.target), target_checksum(self.target)
-        return target.outline.info(name, checksum, mask_token_id)
+        return target.outline.info(target_name(self.target), self._checksum, mask_token_id)
 
     def units(self, target: PrepareTarget, info: TargetInfo, facts: Json, plan: Json) -> None:
         """The documents are there already."""
@@ -189,4 +191,4 @@ def _prompt_tokens(loss_mask: torch.Tensor) -> int:
     begins[1:] &= ~loss_mask[:-1]
     spans = begins.nonzero().flatten().tolist()
     last = spans[-1] if spans else 0
-    return last or min(_TEXT_PROMPT, loss_mask.numel() // 2)
+    return last or text_prompt(loss_mask.numel())
